@@ -20,8 +20,6 @@ from flax_ckpt_compat._core.orbax_layout import SHARDING
 from .files import Check, read_json
 
 _log = logging.getLogger("flax_ckpt_compat")
-_SINGLE = "SingleDeviceSharding"
-_CPU, _OLD_CPU = '"cpu:', '"TFRT_CPU_'  # jax 0.8, and before
 
 
 def sharding_texts() -> Memo[str | None]:
@@ -46,7 +44,7 @@ def _describe(sharding: Any) -> str | None:
 
 
 def _single(device: Any) -> str:
-    return json.dumps({"sharding_type": _SINGLE, "device_str": str(device)})
+    return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
 
 
 def _named(sharding: Any) -> dict[str, Any]:
