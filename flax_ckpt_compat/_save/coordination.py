@@ -169,8 +169,8 @@ class Coordinator:
         key, earlier = f"{_ANSWERS}/{stage}/{self._id}", None
         if stage == BEGIN:  # it counts unless process 0 tries again
             earlier = self._store.read_folder(self._failures).get("answer")
-        is_short = is_failed or earlier is not None
-        answer = self._store.wait_for(key, self._grace if is_short else 2 * self.timeout) or earlier
+        longest = 2 * (self._grace if is_failed else self.timeout)  # process 0 waits as long, from its own start
+        answer = self._store.wait_for(key, longest if earlier is None else self._grace) or earlier
         if answer is None:
             raise self._timeout_error(stage, [0])
         self._store.delete(f"{_REPORTS}/{stage}/{self._id}")
