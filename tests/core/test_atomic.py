@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,18 +106,15 @@ def test_no_temporary_is_taken_for_a_checkpoint(make_name: Callable[[str], str],
     assert temporaries.destination(name) == str(tmp_path / "checkpoint_1")
 
 
-@pytest.mark.parametrize("name", ["checkpoint_1", ".checkpoint_1", "checkpoint_1_gda", ".c.0a-1-2-3new", "c.tmp"])
-def test_names_of_users_are_no_temporaries(name: str) -> None:
-    """Whatever they look like."""
-    assert not temporaries.is_temporary(name)
+NAMES = [(OLD_RELEASE.format(role), role) for role in ("new", "old", "put")]
+NAMES += [(name, None) for name in ("checkpoint_1", ".checkpoint_1", "checkpoint_1_gda", ".c.0a-1-2-3new", "c.tmp")]
 
 
-@pytest.mark.parametrize("role", ["new", "old", "put"])
-def test_temporaries_of_old_releases_are_known(role: str) -> None:
-    """By `clean`, which removes them after a day."""
-    match = temporaries.parse(OLD_RELEASE.format(role))
-    assert match is not None
-    assert (match["name"], match["role"]) == ("c_1", role)
+@pytest.mark.parametrize(("name", "role"), NAMES)
+def test_temporaries_are_told_by_their_names(name: str, role: str | None) -> None:
+    """Those of old releases too, which `clean` removes after a day; names of users are none."""
+    match = temporaries.parse(name)
+    assert (match and (match["name"], match["role"])) == (role and ("c_1", role))
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "é" * 127])
@@ -276,38 +272,27 @@ def test_where_nothing_can_be_locked_time_tells(kind: str, final: str, monkeypat
     assert read(final) == "new"
 
 
-@pytest.mark.parametrize("when", ["opened", "emptied", "deleted"])
+@pytest.mark.parametrize("when", ["opened", "emptied"])
 def test_a_temporary_that_is_made_anew_while_it_is_cleaned(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its writer made it anew after the cleaner had opened, or deleted, what had the name: that stays, and locked."""
     path = temporaries.temporary_path(str(tmp_path / "checkpoint_1"))
     os.mkdir(path)
-    flock, delete, empty = temporaries.fcntl.flock, atomic.delete_tree, shutil.rmtree
+    place, name = (temporaries.fcntl, "flock") if when == "opened" else (shutil, "rmtree")
+    real, empty = getattr(place, name), shutil.rmtree
 
-    def made_anew() -> None:
+    def made_anew(*arguments: Any) -> None:
         monkeypatch.undo()
-        delete(path) if when == "opened" else None
+        if when == "emptied":
+            real(*arguments)
+        else:
+            empty(path)
         temporaries.create_directory(path)
+        if when == "opened":
+            real(*arguments)
 
-    def opened(descriptor: int, operation: int) -> None:
-        made_anew()
-        flock(descriptor, operation)
-
-    def deleted(doomed: str) -> None:
-        delete(doomed)
-        made_anew()
-
-    def emptied(doomed: str) -> None:
-        empty(doomed)
-        made_anew()
-
-    if when == "opened":
-        monkeypatch.setattr(temporaries.fcntl, "flock", opened)
-    elif when == "emptied":
-        monkeypatch.setattr(shutil, "rmtree", emptied)
-    else:
-        monkeypatch.setattr(atomic, "delete_tree", deleted)
+    monkeypatch.setattr(place, name, made_anew)
     atomic._remove_leftover(path)
     assert os.path.isdir(path) and path in temporaries._held
     with temporaries.locked_if_free(path) as is_free:
@@ -548,19 +533,6 @@ def test_a_file_system_without_hard_links(final: str, monkeypatch: pytest.Monkey
         with pytest.raises(StorageError, match="another process has saved") if text == "second" else nullcontext():
             atomic.publish(temporary, final, new=True)
     assert read(final) == "first"
-
-
-def test_a_probe_of_the_clock_that_is_killed_is_a_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system without nameless files, too; the user's directory keeps no name that nothing cleans."""
-    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise Stopped
-
-    monkeypatch.setattr(os, "unlink", stop)
-    with pytest.raises(Stopped):
-        temporaries.is_long_unchanged(str(tmp_path / "x"))
-    assert left(tmp_path) and all(map(temporaries.is_temporary, left(tmp_path)))
 
 
 def test_what_cannot_be_emptied_is_not_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
