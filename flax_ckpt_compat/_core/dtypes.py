@@ -36,15 +36,12 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     ml_dtype = _ML_DTYPES.get(name)
     if ml_dtype is not None:
         return ml_dtype
-    sized = _SIZED.fullmatch(name)
-    if sized:
-        bits = int(sized[2])
-        width, kind = (32, "U") if sized[1] == "str" else (8, "S")
-        if bits % width or bits > 2**31:
-            raise ValueError(f"{name!r} is not a dtype that a checkpoint can hold")
-        return np.dtype(f"{kind}{bits // width}")
+    text = name
+    if sized := _SIZED.fullmatch(name):
+        bits, (width, kind) = int(sized[2]), (32, "U") if sized[1] == "str" else (8, "S")
+        text = "" if bits % width or bits > 2**31 else f"{kind}{bits // width}"
     try:
-        dtype = np.dtype(name) if _PLAIN.fullmatch(name) else None
+        dtype = np.dtype(text) if _PLAIN.fullmatch(text) else None
     except (TypeError, ValueError):
         dtype = None
     if dtype is None or not is_storable(dtype):

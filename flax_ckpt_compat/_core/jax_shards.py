@@ -56,29 +56,25 @@ def first_replicas(sharding: Any, shape: tuple[int, ...]) -> list[tuple[int, Any
 
 
 def first_shards(array: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
-    """Yield index and data of each of an array's `first_replicas`.
+    """Yield index and data of each of an array's `first_replicas`."""
+    for position, device, index in first_replicas(array.sharding, array.shape):
+        yield index, _shard_on(array, device, position)
+
+
+def _shard_on(array: Any, device: Any, position: int) -> Any:
+    """Return the data of an array's shard on a device, which should be at this position.
 
     jax lists the shards of an array on first use, without a lock: if two threads ask for them at once, one finds some
     of them only, and then some are there twice, at other positions (0.4.38 to 0.10.2, measured)."""
     is_whole = array.is_fully_replicated  # each of its shards is the whole array
-    for position, device, index in first_replicas(array.sharding, array.shape):
-        try:
-            data = array.addressable_data(position)
-        except IndexError:
-            data = None
-        if data is None or not (is_whole or device in data.devices()):
-            data = _found_on(array, device)
-        yield index, data
-
-
-def _found_on(array: Any, device: Any) -> Any:
     for _ in range(_SHARD_TRIES):
-        with suppress(IndexError):
-            for position in itertools.count():
-                data = array.addressable_data(position)
-                if array.is_fully_replicated or device in data.devices():
+        try:
+            for at in itertools.chain([position], itertools.count()):
+                data = array.addressable_data(at)
+                if is_whole or device in data.devices():
                     return data
-        time.sleep(_SHARD_PAUSE)
+        except IndexError:
+            time.sleep(_SHARD_PAUSE)
     raise RuntimeError(f"jax lists no shard on {device} of an array of shape {array.shape}")
 
 
