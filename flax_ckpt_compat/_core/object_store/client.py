@@ -182,7 +182,7 @@ class OpenedObject(Source):
             found = self._client.read(self.path, start, stop, self._version)
         except FileNotFoundError as error:
             raise replaced(self.path) from error
-        if len(found) < stop - start:
+        if len(found) != max(stop - start, 0):
             raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
         return found
 

@@ -74,16 +74,17 @@ class EpathClient(Client):
             return _stat(path).version
 
     def delete(self, url: str, version: str | None = None) -> bool:
-        found, path = self.find(url), _path(url)
-        if found is None or version not in (None, found.version):
-            return False
-        with translated(url, "removed"), suppress(FileNotFoundError):
-            path.unlink()
-        with suppress(OSError):  # others write there
-            while split(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
-                path = path.parent
-                path.rmdir()
-        return True
+        with translated(url, "removed"):
+            found, path = self.find(url), _path(url)
+            if found is None or version not in (None, found.version):
+                return False
+            with suppress(FileNotFoundError):
+                path.unlink()
+            with suppress(OSError):  # others write there
+                while split(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
+                    path = path.parent
+                    path.rmdir()
+            return True
 
     def prepare(self, url: str) -> None:
         if (scheme := split(url)[0]) not in _warned:
