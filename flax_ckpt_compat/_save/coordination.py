@@ -166,11 +166,12 @@ class Coordinator:
 
     def _wait_for_answer(self, stage: str, *, is_failed: bool) -> Mapping[str, Any]:
         """Return the answer of process 0, which may itself wait for the full timeout, or its earlier failure."""
-        key, earlier = f"{_ANSWERS}/{stage}/{self._id}", None
-        if stage == BEGIN:  # it counts unless process 0 tries again
-            earlier = self._store.read_folder(self._failures).get("answer")
-        longest = 2 * (self._grace if is_failed else self.timeout)  # process 0 waits as long, from its own start
-        answer = self._store.wait_for(key, longest if earlier is None else self._grace) or earlier
+        key = f"{_ANSWERS}/{stage}/{self._id}"
+        answer = self._store.wait_for(key, self._grace)
+        if answer is None and stage == BEGIN:  # process 0 removes it where it tries again
+            answer = self._store.read_folder(self._failures).get("answer")
+        rest = 2 * (self._grace if is_failed else self.timeout) - self._grace  # process 0 waits for half of both
+        answer = answer or self._store.wait_for(key, rest)
         if answer is None:
             raise self._timeout_error(stage, [0])
         self._store.delete(f"{_REPORTS}/{stage}/{self._id}")
