@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.array_boxes import readable_boxes
-from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader, handle_of, handles_of
-from flax_ckpt_compat._core.errors import DepthError, StorageError
+from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from .chunk_codecs import RAW, UndecodableChunkError
 from .decode_leaves import StoredLeaf
-from .inspection import inspect
+from .files import list_names, read_json
 from .leaf_handles import LeafDescriptions, Unsupported, build_tree, corrupt_leaf, unsupported_leaf
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead, BoxLayout
 from .recorded_checksums import Checksums
-from .tree_structure import read_structure
+from .tree_structure import Structure, implementations_in, read_structure
 
+_FILES = {*layout.TREE_FILES, *layout.STEP_FILES, layout.JAX_KEY_METADATA}
+# Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
+_NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
+_DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
+_ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 _CHECKED_BYTES = 32 << 20
 _Wanted = Sequence[LeafHandle | ArraySlice]
 
@@ -128,7 +134,19 @@ class OrbaxReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        return inspect(self.location, self._structure, self._index, handles_of(self))
+        location, folder, damaged = self.location, self.location / layout.ARRAY_METADATAS, tuple[str, ...]()
+        try:
+            for file in list_names(folder):
+                implementations_in(folder, file)
+            read_json(location, layout.SHARDING, self._structure.check)  # which restores do without, with a warning
+        except CorruptCheckpointError as error:
+            damaged = (str(error),)
+        leaves = handles_of(self)
+        names = [leaf.name for leaf in leaves if isinstance(leaf.locator, StoredLeaf)]
+        lost = f"{layout.ARRAY_METADATAS} does not list it, and alone tells PRNG keys from their data"
+        doubtful = [leaf.path for leaf in leaves if LeafKind.PRNG_KEY in leaf.possible_kinds]
+        unexpected = [*_strange_files(location, names), *_orphans(self._structure, self._index)]
+        return Inspection(tuple(unexpected), dict.fromkeys(doubtful, lost), damaged)
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """See `flax_ckpt_compat._core.backend.Reader.verify_checksums`."""
@@ -184,13 +202,13 @@ class OrbaxReader(Reader):
         return others
 
     def _array_read(self, one: LeafHandle | ArraySlice) -> ArrayRead:
-        handle = handle_of(one)
+        handle = backend.handle_of(one)
         leaf: StoredLeaf = handle.locator
         layout = leaf.layout_of(one.index) if isinstance(one, ArraySlice) else leaf.whole
         return ArrayRead(self.path, handle.name, handle.path, layout)
 
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
-        handle = handle_of(one)
+        handle = backend.handle_of(one)
         if handle.locator.is_plain:
             return array
         try:
@@ -208,3 +226,22 @@ def _inline(leaf: StoredLeaf, value: Any) -> Any:
     with contextlib.suppress(UndecodableChunkError):
         return leaf.info.decode(value)
     return None
+
+
+def _strange_files(location: Location, names: Iterable[str]) -> Iterator[str]:
+    """Yield the files that are not part of the format, nor below the name of an array."""
+    prefixes = set(map(layout.key_prefix, names))
+    for file in sorted(location.files_below()):
+        ends = [0, *(match.end() for match in re.finditer("/", file))]
+        is_known = file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file)
+        if not is_known and prefixes.isdisjoint([file[:end] for end in ends]):
+            yield file
+
+
+def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:
+    """Yield the arrays of the database that no leaf refers to."""
+    known = {layout.key_prefix(entry.name).encode() for entry in structure.entries}
+    for key in index.keys() if index is not None else ():
+        for name in layout.ARRAY_METADATA_FILES:
+            if key.endswith(name.encode()) and key[: -len(name)] not in known:
+                yield f"{key.decode('utf-8', 'replace').removesuffix('/' + name)} (an array of no leaf)"
