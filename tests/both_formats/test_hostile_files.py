@@ -226,7 +226,7 @@ def test_key_paths_far_longer_than_the_file_are_refused(case: str, tmp_path: Pat
     try:
         with pytest.raises(errors.CorruptCheckpointError, match="key paths far longer than the file"):
             flax_ckpt_compat.open_checkpoint(tmp_path / "c")
-        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+        assert tracemalloc.get_traced_memory()[1] < 50 * 2**20
     finally:
         tracemalloc.stop()
 
