@@ -106,15 +106,12 @@ class Contents:
 
     @property
     def is_certain(self) -> bool:
-        """Return whether it is certainly one whole checkpoint of Flax or Orbax.
-
-        A directory with items that may be checkpoints of their own is not."""
-        if not self.counts_for_keep:
-            return False
-        return self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
+        """Return whether it is one whole checkpoint of Flax or Orbax; items may be checkpoints of their own."""
+        is_one = self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
+        return self.counts_for_keep and is_one
 
     def may_be_removed(self, *, with_items: bool = False) -> bool:
-        """Return whether ``keep`` and ``overwrite`` may remove it: one checkpoint, as saves write them.
+        """Return whether ``keep`` and ``overwrite`` may remove it.
 
         Steps with items are a manager's own, unless the saving program writes them, too (``with_items``)."""
         return self.is_certain and (with_items or self.layout is not Layout.ITEMS)
@@ -129,8 +126,7 @@ def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
     """Describe what a path holds.
 
     What the system refuses to list is `State.DENIED` with ``lists_denied``, else StorageError is raised for it. In a
-    directory that other processes replace meanwhile, a name may be listed whose content is gone: a second look tells.
-    """
+    directory that others replace meanwhile, a name may be listed whose content is gone: a second look tells."""
     found = _look_once(path, lists_denied)
     for _ in range(_REPLACEMENTS):
         if found.is_complete or found.is_whole or path.is_remote:
@@ -156,13 +152,11 @@ def is_certainly_orbax(path: Location) -> bool:
 
 
 def why_inside(path: Location) -> str | None:
-    """Return why nothing is saved to a path that lies in a checkpoint in Orbax's format; None if it lies in none.
-
-    The path need not exist."""
+    """Return why nothing is saved to a path, which need not exist: it lies in a checkpoint of Orbax's format."""
     if (around := checkpoint_around(path)) is None:
         return None
-    outside = f"pass a directory outside of it, such as {around.parent}"
-    return f"{around} is a checkpoint, and would be removed with all in it; {outside}"
+    remedy = f"pass a directory outside of it, such as {around.parent}"
+    return f"{around} is a checkpoint, and would be removed with all in it; {remedy}"
 
 
 def checkpoint_around(path: Location) -> Location | None:
@@ -185,8 +179,7 @@ _around_in_store = functools.lru_cache(maxsize=64)(_around)  # a request for eac
 
 
 def is_step_of_manager(path: Location) -> bool:
-    """Return whether a path is a complete step of an Orbax CheckpointManager: a directory of items."""
-    # A flat directory may be a checkpoint of any prefix.
+    """Return whether a path is a complete step of a CheckpointManager; a flat directory may be one of any prefix."""
     found = contents_of(path)
     return found.is_complete and found.layout in (Layout.ITEMS, Layout.JSON, Layout.CUSTOM)
 
@@ -198,15 +191,13 @@ def is_only_arrays(path: Location) -> bool:
 
 def temporary_of(name: str) -> str | None:
     """Return whose unfinished save a name is, or None."""
-    match = temporaries.parse(name)
-    if match is not None:
+    if (match := temporaries.parse(name)) is not None:
         return f"an unfinished save of {match['name']}"
-    if layout.PARTIAL_SAVE in name:
-        whole = name.partition(layout.PARTIAL_SAVE)[0]
+    whole, partial, _ = name.partition(layout.PARTIAL_SAVE)
+    if partial:
         return f"a partial save of {whole} by Orbax: orbax.checkpoint.experimental.v1.partial.finalize completes it"
-    if layout.TEMPORARY in name:
-        return f"an unfinished save of {name.partition(layout.TEMPORARY)[0]} by Orbax"
-    return None
+    whole, temporary, _ = name.partition(layout.TEMPORARY)
+    return f"an unfinished save of {whole} by Orbax" if temporary else None
 
 
 def checkpoint_at(path: Location) -> Contents:
@@ -237,10 +228,8 @@ def incomplete_message(found: Contents) -> str:
     """Return what an error says of a checkpoint that was never finished, or lost a part."""
     if found.state is State.TEMPORARY:
         return f"{found.location} is not a checkpoint yet: it is {found.why}. Restore another step."
-    return (
-        f"{found.location} is not a complete checkpoint: {found.why}. Files were lost, or not all were copied: restore "
-        "another step, or restore the lost files from a backup."
-    )
+    remedy = "Files were lost, or not all were copied: restore another step, or restore the lost files from a backup."
+    return f"{found.location} is not a complete checkpoint: {found.why}. {remedy}"
 
 
 def _look_once(path: Location, lists_denied: bool) -> Contents:
@@ -254,8 +243,7 @@ def _look_once(path: Location, lists_denied: bool) -> Contents:
         if lists_denied and is_denied(error):
             return Contents(path, State.DENIED, DENIED)
         raise
-    whose = temporary_of(path.name)
-    if whose is None:
+    if (whose := temporary_of(path.name)) is None:
         return found
     return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_readable)
 
@@ -280,10 +268,10 @@ def _file(path: Location) -> Contents:
     if look is None:
         lost = gda_arrays.missing_array(path, head)
         return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
-    if read_by := layouts.of_file(path, look):
-        item = Item(Format.MSGPACK, path, layout=read_by)
-        return Contents(path, State.FOREIGN, look, Layout.READ_ONLY, {"": item}, is_one_checkpoint=True)
-    return Contents(path, State.FOREIGN, look, Layout.FILE)
+    read_by = layouts.of_file(path, look)
+    items = {"": Item(Format.MSGPACK, path, layout=read_by)} if read_by else {}
+    kind = Layout.READ_ONLY if read_by else Layout.FILE
+    return Contents(path, State.FOREIGN, look, kind, items, is_one_checkpoint=bool(read_by))
 
 
 def _directory(path: Location, names: set[str]) -> Contents:
@@ -363,15 +351,13 @@ def _looks_begun(path: Location, names: set[str]) -> bool:
 
 def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
     """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
-    name = path.name
-    if steps.is_foreign(name) or layout.is_upload_marker(name):
+    if steps.is_foreign(path.name) or layout.is_upload_marker(path.name):
         return False
     if inside:
-        return orbax_items.is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
-    try:
-        return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
-    except MissingPathError:  # removed meanwhile
-        return False
+        return orbax_items.is_checkpoint_itself(path.name, inside, is_marked=False) and _has_sign(path, inside)
+    with suppress(MissingPathError):  # removed meanwhile
+        return steps.ends_in_step(path.name) and path.isfile() and foreign.may_be_msgpack_tree(path)
+    return False
 
 
 def _has_sign(path: Location, names: set[str]) -> bool:

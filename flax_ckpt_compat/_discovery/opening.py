@@ -27,6 +27,7 @@ from flax_ckpt_compat._discovery.orbax_trees import arrays_below, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
+_OF_TREES = "orbax.PyTreeCheckpointHandler"
 
 
 class Opened:
@@ -46,15 +47,13 @@ class Opened:
         """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name.
 
         With ``item``, the checkpoint is that item, as one tree; with ``items``, these, by their names. Raise
-        ArgumentError if it has no such item, and UnrecognizedFormatError if only its own handler reads it, or all that
-        there is, unless the caller ``allows_unknown``; then '' is the whole checkpoint. If it ``warns``, a log
-        line names the items of an unknown kind. ``read_by`` makes the reader of each tree, of the checkpoint, the
-        item's name and our own reader; it may know what we do not."""
+        UnrecognizedFormatError if only handlers of others read it, unless the caller ``allows_unknown``; then '' is the
+        whole checkpoint. If it ``warns``, a log line names unknown items. ``read_by`` makes the reader of each tree, of
+        the checkpoint, the item's name and our own reader; it may know what we do not."""
         self._verify, self._read_by = verify, read_by
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
-        listed = path.listed()
-        found = _without_lookalikes(contents.checkpoint_at(listed))
+        found = _without_lookalikes(contents.checkpoint_at(path.listed()))
         if item is not None:
             found = _chosen(found, [item])
             found = dataclasses.replace(found, items={"": found.items[item]})
@@ -102,10 +101,8 @@ class Opened:
     @property
     def format(self) -> str:
         """Return ``msgpack``, ``orbax``, or the name of one of `layouts`; JSON items are of the others' format."""
-        for item in self.items.values():
-            if item.layout:
-                return item.layout
-        return (next(iter(self.items.values())).format or Format.ORBAX).value
+        layout = next((item.layout for item in self.items.values() if item.layout), None)
+        return layout or (next(iter(self.items.values())).format or Format.ORBAX).value
 
     def reader(self, item: str) -> Reader:
         """Return the reader of an item, opened on first use."""
@@ -138,21 +135,21 @@ class Opened:
 
 
 def _without_lookalikes(found: contents.Contents) -> contents.Contents:
-    """Return the contents with all that only a handler of a user's own reads as unknown; '' is the whole checkpoint.
+    """Return the contents with all that only a user's handler reads as unknown, also where its files look like a tree.
 
-    Its files may be called like those of a tree. Where there are arrays, it is one, be it a damaged one."""
-    doubtful = {name: item for name, item in found.items.items() if _may_only_look_like_tree(item)}
+    '' is the whole checkpoint. Where there are arrays, it is a tree, be it a damaged one."""
+    doubtful = [name for name, item in found.items.items() if _may_only_look_like_tree(item)]
     if found.items and not doubtful:
         return found
-    handlers = recorded_handlers(found.location, names_in(found.location))
-    of_others = (name for name, one in handlers.items() if kind_of_handler(one) is ItemKind.UNKNOWN)
-    alike = [name for name in of_others if name in doubtful and not _opens(doubtful[name])]
+    names = names_in(found.location)
+    handlers = recorded_handlers(found.location, names)
+    alike = {name for name in doubtful if kind_of_handler(handlers.get(name, _OF_TREES)) is ItemKind.UNKNOWN}
+    alike = {name for name in alike if not _opens(found.items[name])}
     items = {name: item for name, item in found.items.items() if name not in alike}
-    unknown = {*found.unknown, *alike}
+    unknown = alike.union(found.unknown)
     if not items and not unknown:  # without recorded handlers its folders, or '' if it has files of its own
-        names = names_in(found.location).difference(layout.STEP_FILES)
-        are_items = not handlers and all((found.location / name).isdir() for name in names)
-        unknown = names if are_items else {""}
+        folders = names.difference(layout.STEP_FILES)
+        unknown = {""} if handlers or not all((found.location / name).isdir() for name in folders) else folders
     return dataclasses.replace(found, items=items, unknown=tuple(sorted(unknown)))
 
 
@@ -166,29 +163,23 @@ def _may_only_look_like_tree(item: Item) -> bool:
 
 
 def _opens(item: Item) -> bool:
-    try:
+    with suppress(*_DAMAGE):
         open_item(item).close()
-    except _DAMAGE:
-        return False
-    return True
+        return True
+    return False
 
 
 def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: bool = False) -> contents.Contents:
-    """Return the contents with these items alone.
-
-    Raise ArgumentError for a name that is not an item's; unless the caller ``allows_unknown``, raise
-    UnrecognizedFormatError if this library can read none of them."""
+    """Return the contents with these items alone; raise ArgumentError for a name that is not an item's."""
     wanted, known = set(names), (*found.items, *found.unknown)
     if absent := sorted(wanted.difference(known)):
         there = ", ".join(filter(None, known))
-        one = "of an unknown kind as a whole" if "" in found.unknown else "one tree"
-        what = f"its items are {there}" if there else f"it is {one}, without items; leave item out"
+        what = f"its items are {there}" if there else "it is one, without items; leave item out"
         raise ArgumentError(f"{found.location} has no item {absent[0]!r}: {what}", path=found.location.path)
     if not allows_unknown and wanted.isdisjoint(found.items):
-        others = f", or another item: {', '.join(found.items)}" if found.items else ""
         raise UnrecognizedFormatError(
             f"{found.location}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it; use "
-            f"the orbax_checkpointer that wrote it{others}",
+            f"the orbax_checkpointer that wrote it, or another item: {', '.join(found.items) or 'there is none'}",
             path=found.location.path,
         )
     items = {name: item for name, item in found.items.items() if name in wanted}
