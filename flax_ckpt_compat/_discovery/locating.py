@@ -83,23 +83,21 @@ def _is_checkpoint(root: Location) -> bool:
         found = contents.contents_of(root)
         if found.layout is Layout.ARRAYS and contents.checkpoint_around(root):
             return False  # arrays of a tree
-        if found.is_one_checkpoint or found.state is State.TEMPORARY:
-            return True
         if found.state is State.FOREIGN:
             return found.is_readable
-        return found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root))
+        if found.is_one_checkpoint or found.state is State.TEMPORARY:
+            return True
+        # Or Orbax has begun to write items to it: those of whole checkpoints do not count.
+        begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
+        if found.state is State.INCOMPLETE and not found.is_marked:
+            return any(name.startswith(begun) for name in root.listdir())
     except StorageError as error:
         folder, name = os.path.split(error.path or root.path)
         is_step = STEP_DIRECTORY.fullmatch(root.name) and name != _RECOVERED
         if not is_denied(error) or folder != root.path or name in _MAY_BE_PARTS or is_step:
             raise
         return False
-
-
-def _has_begun(root: Location) -> bool:
-    """Return whether Orbax has begun to write items to a directory: those of whole checkpoints do not count."""
-    begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
-    return any(name.startswith(begun) for name in root.listdir())
+    return found.state is State.INCOMPLETE
 
 
 def _exists(path: Location) -> bool:
@@ -129,17 +127,15 @@ def _step_path(directory: Directory, step: Any) -> Location:
     if alike := [entry for entry in directory.steps or directory.other_family if entry.step == number]:
         return alike[-1].location  # the same number, spelt otherwise
     if why := path.why_too_long():
-        known, has_remedy = f"{why}; shorten the step or the prefix", True
+        known = f"{why}; shorten the step or the prefix"
     elif available := [entry.text for entry in step_lookup.available_in(directory)]:
-        known, has_remedy = f"available steps: {', '.join(available)}", True
+        known = f"available steps: {', '.join(available)}"
     elif root.isfile() or contents.is_certainly_orbax(root):
-        known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
+        known = f"{root} is itself a checkpoint; leave out step="
     else:
-        absent = not_found.of_checkpoints(checkpoint_dir).error(checkpoint_dir.directory)
-        known, has_remedy = str(absent), absent.has_remedy
-    raise CheckpointNotFoundError(
-        f"Matching checkpoint not found: {path} ({known})", path=path.path, has_remedy=has_remedy
-    )
+        raise not_found.of_checkpoints(checkpoint_dir).error(path, f"Matching checkpoint not found: {path} (", ")")
+    message = f"Matching checkpoint not found: {path} ({known})"
+    raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
 
 
 def read_found(
@@ -149,11 +145,10 @@ def read_found(
     otherwise: Callable[[], _Result] | None = None,
     doing: str = "restore",
 ) -> _Result:
-    """Locate a checkpoint and read it; again if it was removed or replaced meanwhile.
+    """Locate a checkpoint and read it; again, or the new latest, if it was removed or replaced meanwhile.
 
-    Step None is the latest, and the new latest if that was removed. ``read`` reads the checkpoint at a location, inside
-    `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
-    ``doing`` completes "nothing to …"."""
+    ``read`` reads the checkpoint at a location, inside `unchanged` if it reads several files. ``otherwise`` returns the
+    result if there is no checkpoint; None raises. ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
     for _ in range(step_lookup.ROUNDS):
         found = find(checkpoint_dir, step)
@@ -177,11 +172,11 @@ def read_found(
                 raise removed_error(found.location) from error
             removed = found.location.unlisted(), error
     assert removed is not None
-    path, cause = removed
-    message = f"{path} was removed or replaced while it was read, as were {step_lookup.ROUNDS - 1} before it"
     raise CheckpointNotFoundError(
-        f"{message}; keep more checkpoints (keep=), or save less often", path=path.path
-    ) from cause
+        f"{removed[0]} was removed or replaced while it was read, as were {step_lookup.ROUNDS - 1} before it; keep "
+        "more checkpoints (keep=), or save less often",
+        path=removed[0].path,
+    ) from removed[1]
 
 
 def _add_older_step(error: CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
@@ -219,7 +214,7 @@ def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
 def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkpoint_dir: CheckpointDir) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
     location = found.location
-    if isinstance(error, ReplacedError) and error.path == found.location.path:
+    if isinstance(error, ReplacedError) and error.path == location.path:
         return True
     if location.is_remote and getattr(error, "errno", None) == errno.ESTALE:
         return True
@@ -228,10 +223,9 @@ def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkp
     location = location.unlisted()
     if not is_there(location) or location.identity() != before:
         return True
-    if not found.named:
-        with suppress(CheckpointError):
-            now = find(checkpoint_dir, None)
-            return isinstance(now, Absence) or now.location.path != found.location.path
+    with suppress(CheckpointError):
+        now = None if found.named else find(checkpoint_dir, None)
+        return isinstance(now, Absence) or (now is not None and now.location.path != location.path)
     return False
 
 

@@ -41,9 +41,9 @@ class Absence:
     def __str__(self) -> str:
         return f"{self.why}: {self.remedy}" if self.remedy else self.why
 
-    def error(self, path: Location, before: str = "") -> CheckpointNotFoundError:
-        """Return this as an error, after other words."""
-        return CheckpointNotFoundError(f"{before}{self}", path=path.path, has_remedy=bool(self.remedy))
+    def error(self, path: Location, before: str = "", after: str = "") -> CheckpointNotFoundError:
+        """Return this as an error, between other words."""
+        return CheckpointNotFoundError(f"{before}{self}{after}", path=path.path, has_remedy=bool(self.remedy))
 
 
 def of_directory(path: Location) -> Absence:

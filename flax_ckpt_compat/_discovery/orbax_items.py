@@ -39,6 +39,13 @@ class ItemKind(enum.Enum):
     UNKNOWN = "of an unknown kind"
 
 
+_KINDS = {  # by the beginning of the handler's name
+    **dict.fromkeys(("Json", "Metrics"), ItemKind.JSON),
+    "ArrayCheckpoint": ItemKind.ARRAY,
+    **dict.fromkeys(("PyTree", "StandardCheckpoint"), ItemKind.TREE),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
     """One tree, or other item, of a checkpoint."""
@@ -97,13 +104,7 @@ def kind_of_handler(handler: str) -> ItemKind:
         return ItemKind.UNKNOWN
     if "RandomKey" in name:
         return ItemKind.KEY
-    if name.startswith(("Json", "Metrics")):
-        return ItemKind.JSON
-    if name.startswith("ArrayCheckpoint"):
-        return ItemKind.ARRAY
-    if name.startswith(("PyTree", "StandardCheckpoint")):
-        return ItemKind.TREE
-    return ItemKind.UNKNOWN
+    return next((kind for beginning, kind in _KINDS.items() if name.startswith(beginning)), ItemKind.UNKNOWN)
 
 
 def kind_of_item(item: Item, handler: str) -> ItemKind:
@@ -143,63 +144,52 @@ def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None
 
     ``handlers`` are those that the step's metadata records."""
     handlers, is_marked = handlers or {}, bool(names.intersection(ITEMS_MARKERS))
-    inside = dict[str, set[str]]()
+    found, whole = dict[str, Item](), dict[str, set[str]]()
+    items_of = dict[str, Item]()  # of those that may be checkpoints of their own
     for name in sorted(names):
         child = path / name
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
-        is_part = name.startswith(layout.PROCESS_PREFIX) or temporaries.is_temporary(name)
-        if not is_part and child.isdir():
-            inside[name] = names_in(child)
-    whole = {
-        name: found
-        for name, found in inside.items()
-        if name not in handlers and is_checkpoint_itself(name, found, is_marked)
-    }
-
-    def items_of(names: Iterable[str]) -> dict[str, Item]:
-        found = {name: _item(path / name, inside[name], handlers.get(name, "")) for name in names}
-        return {name: item for name, item in found.items() if item is not None}
-
-    found = items_of(inside.keys() - whole)
-    if whole:
-        # A tree that a checkpointer of its own saved into a finished step is an item of it, as for real Orbax.
-        named = {name for name in whole if not steps.ends_in_step(name)}
-        found |= items_of(named if is_marked else _items_that_look_like_steps(path, found, whole))
-    return dict(sorted(found.items()))
+        if name.startswith(layout.PROCESS_PREFIX) or temporaries.is_temporary(name) or not child.isdir():
+            continue
+        inside = names_in(child)
+        is_whole = name not in handlers and is_checkpoint_itself(name, inside, is_marked)
+        if is_whole:
+            whole[name] = inside
+        if (item := _item(child, inside, handlers.get(name, ""))) is not None:
+            (items_of if is_whole else found)[name] = item
+    chosen = _items_among(path, found, whole, is_marked) if whole else ()
+    return dict(sorted((found | {name: items_of[name] for name in chosen if name in items_of}).items()))
 
 
-def _items_that_look_like_steps(path: Location, items: Mapping[str, Item], whole: Mapping[str, set[str]]) -> set[str]:
-    """Return which directories are items although their names end in numbers, or they have step metadata of their own.
+def _items_among(
+    path: Location, items: Mapping[str, Item], whole: Mapping[str, set[str]], is_marked: bool
+) -> Iterable[str]:
+    """Return which directories are items although they look like checkpoints of their own.
 
-    Beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of its own wrote.
-    And in the step of a manager before 0.5.11, which is named by its number, ``net_1`` is an item."""
-    step = path.name.removeprefix("checkpoint_")
-    is_step = steps.parse_step(step) is not None
-    has_json = any(item.format is None for item in items.values())
+    In a marked step, beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of
+    its own wrote. And in the step of a manager before 0.5.11, which is named by its number, ``net_1`` is an item."""
+    is_step = steps.parse_step(path.name.removeprefix("checkpoint_")) is not None
     named = {name for name in whole if not steps.ends_in_step(name)}
-    if named and (has_json or (is_step and len(named) == len(whole))):
+    has_json = any(item.format is None for item in items.values())
+    if is_marked or (named and (has_json or (is_step and len(named) == len(whole)))):
         return named
-    unmarked = {name for name, inside in whole.items() if layout.STEP_METADATA not in inside}
-    if not is_step or len(unmarked) < len(whole):
-        return set()
-    return {name for name in unmarked if steps.parse_step(name.removeprefix("checkpoint_")) is None}
+    if not is_step or any(layout.STEP_METADATA in inside for inside in whole.values()):
+        return ()
+    return {name for name in whole if steps.parse_step(name.removeprefix("checkpoint_")) is None}
 
 
 def _item(path: Location, names: set[str], handler: str) -> Item | None:
     """Return an item with these names in its directory; None if its kind is unknown."""
-    keys = sorted(names.intersection(RANDOM_KEYS))
     if is_tree(path, names):
         return Item(Format.ORBAX, path, names)
-    if keys:
-        return Item(Format.ORBAX, (path / keys[0]))
+    if keys := sorted(names.intersection(RANDOM_KEYS)):
+        return Item(Format.ORBAX, path / keys[0])
     file = json_file(path, names, handler)
-    return Item(None, file) if file is not None else None
+    return None if file is None else Item(None, file)
 
 
 def missing_part(path: Location, names: set[str], handler: str) -> str | None:
-    """Return the path, relative to an item, of a file or folder that its handler has written and that is not there.
-
-    ``names`` are those in the item's directory. None also if nothing is known of the handler."""
+    """Return what an item with these names lacks that its handler has written; None also of an unknown handler."""
     kind = kind_of_handler(handler)
     if kind is ItemKind.TREE and layout.TREE_METADATA not in names:
         return layout.TREE_METADATA
