@@ -328,20 +328,6 @@ def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     reader.close()
 
 
-@pytest.mark.usefixtures("in_windows")
-def test_a_file_that_changes_while_it_is_read_is_called_so(path: Path) -> None:
-    """Not damage: another program writes into it."""
-    write(path, LARGE)
-    reader = BACKEND.open(location_of(path), verify=True)
-    with open(path, "r+b") as file:
-        file.seek(MIB)
-        file.write(bytes(MIB))
-    handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
-    with pytest.raises(ChecksumError, match="not what it was when it was opened"):
-        reader.read(handles)
-    reader.close()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system")
 def test_the_attribute_is_there_before_the_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is acknowledged after a sync includes it."""

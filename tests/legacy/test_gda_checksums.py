@@ -154,13 +154,6 @@ def test_altered_metadata_is_read_if_nothing_is_to_be_verified(saved: Path) -> N
         np.testing.assert_array_equal(restore(saved)["w"], W.view(np.int32))
 
 
-def test_without_the_setting_nothing_is_recorded(tmp_path: Path) -> None:
-    """``checksums="off"`` is for the folder, too."""
-    path = tmp_path / "checkpoint_1"
-    save(path, TREE, dataclasses.replace(OPTIONS, checksums=False))
-    assert verify(path).state == "unverified"
-
-
 def test_a_slice_reads_only_its_chunks(saved: Path) -> None:
     """A damaged chunk is in nobody's way who reads another one."""
     flip(Path(f"{saved}_gda") / "w" / "1.0", 30)

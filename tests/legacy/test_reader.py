@@ -45,22 +45,6 @@ def test_chunks_of_different_dtypes_are_no_array(load_bytes):
         load_bytes(msgpack.packb(document, default=flax.serialization._msgpack_ext_pack, strict_types=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("gap", "block", "piece"), [(0, 1, 1), (512, 100, 7), (10**6, 10**6, 10**6)])
-@given(tree=st.lists(arrays(), max_size=12))
-@settings(max_examples=examples(40), deadline=None)
-def test_transfer_seams(save, load, gap, block, piece, tree):
-    """Arrays are read right however reads are joined and split, and on several threads."""
-    with pytest.MonkeyPatch.context() as patch:
-        sizes = {"_core.local.local_file.LocalFile.gap": gap, "_core.local.local_file.LocalFile.longest": block}
-        sizes |= {"legacy.checksummed_file.PIECE_BYTES": piece, "legacy.reader._SMALL": 40, "legacy.reader._WHOLE": 0}
-        for name, value in sizes.items():
-            patch.setattr(f"flax_ckpt_compat.{name}", value)
-        path = save({str(index): array for index, array in enumerate(tree)})
-        assert fingerprint(list(load(path).values())) == fingerprint(tree)
-    path.unlink()
-
-
 def test_large_arrays(save, load):
     """Arrays of several pieces are read on threads into one array each."""
     tree = {"a": np.arange(6 * 2**20), "b": np.arange(3 * 2**20, dtype=np.int16), "c": np.float32(3)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,12 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat.legacy import BACKEND, format, read_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, rules
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import location_of
@@ -300,9 +298,6 @@ def test_what_announces_more_than_it_has(way: str, tmp_path: Path, monkeypatch: 
         BACKEND.open(location_of(path)).tree  # noqa: B018
 
 
-# Containers of nothing but Python values, which get a handle for each value only where something asks for it.
-
-
 @pytest.mark.parametrize("way", ["at once", "by windows"])
 def test_a_reference_among_numbers(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an array that is not there, and never its text."""
@@ -311,36 +306,6 @@ def test_a_reference_among_numbers(way: str, tmp_path: Path, monkeypatch: pytest
     path.write_bytes(_packed({"a": [*range(5_000), format.PLACEHOLDER + "a/5000"]}))
     with pytest.raises(CorruptCheckpointError, match=r"no array .*checkpoint_1_gda/a/5000"):
         flax_ckpt_compat.restore(path)
-
-
-_LONG: dict[str, Any] = {
-    "list": {"a": [7] * 100_000},
-    "dict": {"a": {f"k{n}": n for n in range(10_000)}},
-    "mixed": {"a": [1, "x", None, 2.5, True] * 20_000},
-    "lists in a list": {"a": [[n] * 500 for n in range(200)]},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["at once", "by windows"])
-@pytest.mark.parametrize("document", _LONG.values(), ids=_LONG)
-def test_memory_is_that_of_flax(document: Any, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of 0.1 MB of one-byte ints took 55 MB, Flax 1 MB."""
-    use(way, monkeypatch)
-    path = tmp_path / "file"
-    path.write_bytes(_packed(document))
-    checkpoints.restore_checkpoint(path, None)  # what is loaded once
-
-    def peak(restore: Callable[..., Any]) -> int:
-        tracemalloc.start()
-        try:
-            assert restore(os.fspath(path), None) == document
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    flax_checkpoints.restore_checkpoint(os.fspath(path), None)
-    assert peak(checkpoints.restore_checkpoint) < 4 * peak(flax_checkpoints.restore_checkpoint) + 2**20
 
 
 @pytest.mark.parametrize("target", [None, {"n": {f"k{n}": 0 for n in range(20)}, "l": [0] * 30, "w": np.zeros(2)}])
@@ -358,48 +323,6 @@ def test_the_result_is_the_callers_own(target: Any, tmp_path: Path) -> None:
             assert fingerprint(read) == fingerprint(tree)
             read["n"].clear()
             read["l"].clear()
-
-
-def test_a_target_with_other_names_or_types(tmp_path: Path) -> None:
-    """Only a target that is alike, in order too, takes a run whole: all others are matched leaf by leaf."""
-    path = tmp_path / "file"
-    path.write_bytes(_packed({"n": {f"k{n}": n for n in range(20)}}))
-    names = [f"k{n}" for n in range(20)]
-    backwards = {"n": dict.fromkeys(reversed(names), 0)}
-    restored = checkpoints.restore_checkpoint(path, backwards)
-    assert list(restored["n"].items()) == [(f"k{n}", n) for n in range(19, -1, -1)]
-    others = {"n": {**dict.fromkeys(names, 0), "k4": np.zeros((), np.int64)}}
-    plan = flax_ckpt_compat.plan_restore(path, others)
-    assert [leaf.path for leaf in plan.leaves] == [f"n/{name}" for name in names]
-    with pytest.raises(flax_ckpt_compat.errors.MissingLeavesError, match="n/k20"):
-        checkpoints.restore_checkpoint(path, {"n": dict.fromkeys([*names, "k20"], 0)})
-    with pytest.raises(flax_ckpt_compat.errors.KindMismatchError):
-        flax_ckpt_compat.restore(path, {"n": {**dict.fromkeys(names, 0), "k4": "text"}})
-
-
-@pytest.mark.parametrize(
-    "target", [None, {"n": {f"k{n}": 0 for n in range(20)}, "l": [0] * 30}, {"n": None, "l": None}]
-)
-def test_plans_list_each_value(target: Any, tmp_path: Path) -> None:
-    """A plan has the same leaves as where every value has a handle, as in Orbax's format."""
-    tree = {"n": {f"k{n}": n for n in range(20)}, "l": list(range(30))}
-    flax_ckpt_compat.save(tmp_path / "msgpack", tree, step=1, format="msgpack")
-    flax_ckpt_compat.save(tmp_path / "orbax", tree, step=1, format="orbax")
-    plans = [flax_ckpt_compat.plan_restore(tmp_path / name, target) for name in ("msgpack", "orbax")]
-    assert len(plans[0].leaves) == (50 if target is None or target["n"] else 2)
-    listed = [sorted((leaf.path, sorted(leaf.sources)) for leaf in plan.leaves) for plan in plans]
-    assert listed[0] == listed[1]
-
-
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_rules_add_to_a_run(format: Any, tmp_path: Path) -> None:
-    """A leaf that a rule moves among Python values is there beside them, and they are unchanged where they were."""
-    values = {f"k{n}": n for n in range(20)}
-    flax_ckpt_compat.save(tmp_path, {"n": values, "extra": {"w": np.ones(2), "v": 5}}, step=1, format=format)
-    restored = flax_ckpt_compat.restore(tmp_path, transforms=[rules.rename("extra", "n")])
-    assert fingerprint(restored) == fingerprint({"n": {**values, "w": np.ones(2), "v": 5}})
-    kept = flax_ckpt_compat.restore(tmp_path, transforms=[rules.rename("n", "m")])
-    assert fingerprint(kept["m"]) == fingerprint(values)
 
 
 @pytest.mark.parametrize("before", [0, 3, 1000])

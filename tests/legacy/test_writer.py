@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import re
 
 import flax.serialization
 import jax
@@ -287,18 +286,3 @@ def test_too_deep():
         tree = Branch({"a": tree})
     with pytest.raises(UnsupportedLeafError, match="deeper"):
         BACKEND.prepare(tree)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "remedy"),
-    [
-        (len, "flax.struct.field(pytree_node=False)"),
-        (int, "flax.struct.field(pytree_node=False)"),
-        ({1}, "convert it to an array, list"),
-        (object(), "leave it out of the tree"),
-    ],
-)
-def test_says_what_to_do(leaf, remedy):
-    """A function belongs into a static field; anything else is converted or left out."""
-    with pytest.raises(UnsupportedLeafError, match=re.escape(remedy)):
-        BACKEND.prepare(Branch({"x": leaf}))

@@ -11,7 +11,6 @@ _TEAMS = (
     "tests/orbax_backend/test_shared",
     "tests/orbax_backend/test_many_hosts.py",
     "tests/orbax_backend/test_checksums.py::test_flips_of_other_processes_are_found",
-    "tests/legacy/test_gda_write_team.py",
     "tests/convert/test_convert_sharded.py",
 )
 # They wait for other processes and servers, half of their time; begun last, they would be waited for.
