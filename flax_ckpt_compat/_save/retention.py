@@ -130,12 +130,12 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
     saved, prefix, number = request.name, request.checkpoint_dir.prefix, request.number or 0
     removed, kept = list[str](), list[str]()
-    for name in ordered:
-        step = steps.step_of(name, prefix) or 0
+    ranks = {name: (steps.step_of(name, prefix) or 0, name == saved) for name in ordered}
+    for name, (step, _) in ranks.items():
         # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
         is_replaced = step == number or (step > number and not request.replace_only_checkpoints)
         (removed if request.overwrite and is_replaced and name != saved else kept).append(name)
-    kept.sort(key=lambda name: (steps.step_of(name, prefix) or 0, name == saved))
+    kept.sort(key=ranks.__getitem__)
     # Never remove the one just saved, even if enough newer ones stay.
     evicted = expired(kept, prefix, request.keep, request.keep_every_n_steps)
     return removed + [name for name in evicted if name != saved]

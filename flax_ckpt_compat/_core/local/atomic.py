@@ -156,8 +156,10 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
     restore_set_aside(directory, names)
     certain, removed = ("dead", "perhaps") if force else ("dead",), list[str]()
     for name in names:
-        path, match = os.path.join(directory, name), parse(name)
-        if match and writer_of(match, path) in certain and _remove_leftover(path):
+        if not (match := parse(name)):
+            continue
+        path = os.path.join(directory, name)
+        if writer_of(match, path) in certain and _remove_leftover(path):
             removed.append(name)
     return removed
 
