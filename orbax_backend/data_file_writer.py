@@ -75,11 +75,13 @@ class DataFiles:
 
         ``sums`` gets key → checksums of the blocks of each value that has none of its own."""
         self._path, self._sums, self._meter, self._past_cache = path, sums, meter, past_cache
+        self.values = list[Value]()  # all that were added
         self._batch, self._batch_nbytes, self._n_batches = list[Value](), 0, 0
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
 
     def add(self, value: Value) -> None:
         """Add a value, to be written in the background."""
+        self.values.append(value)
         self._batch.append(value)
         self._batch_nbytes += value.nbytes
         if self._batch_nbytes >= (BATCH_BYTES if self._n_batches < _FIRST_BATCHES else _LATER_BATCH_BYTES):

@@ -54,7 +54,6 @@ class Database(DataFiles):
                 raise StorageError(f"{path}: {what}; rename it, or save as msgpack", path=path, errno=errno.EILSEQ)
         super().__init__(path, sums, meter, past_cache=past_cache)
         self._inline: list[Entry] = []  # what lies in the index
-        self._values: list[Value] = []  # what does not
         self._forms = Memo(functools.partial(_form, encoding))
         self._known_cells: dict[Any, list[_Cells]] = {}
 
@@ -77,13 +76,13 @@ class Database(DataFiles):
                 if form.is_small:
                     self._put_bytes(prefix + key, padded(data, info.chunks).tobytes(), encoding)
                 else:
-                    self._put_outside(Value(prefix + key, data, encoding, info.chunks, may_change))
+                    self.add(Value(prefix + key, data, encoding, info.chunks, may_change))
 
     def finish(self) -> None:
         """Write all values and the index, and sync them; the directory itself remains to be synced."""
         super().finish()
-        if self._inline or self._values:
-            write_index(self._path, self._inline + [(value.key.encode(), value.entry) for value in self._values])
+        if self._inline or self.values:
+            write_index(self._path, self._inline + [(value.key.encode(), value.entry) for value in self.values])
 
     def _cells(self, stored: EncodedLeaf, info: ArrayInfo, shards: list[Shard]) -> list[_Cells]:
         """Return the chunks of each shard; those of jax arrays of one shape and sharding are the same."""
@@ -97,13 +96,9 @@ class Database(DataFiles):
     def _put_bytes(self, key: str, data: bytes, encoding: Encoding) -> None:
         """Add the bytes of a small chunk without compression."""
         if len(data) + encoding.checksums * CHECKSUM_NBYTES > INLINE_BYTES:
-            self._put_outside(Value(key, data, encoding))
+            self.add(Value(key, data, encoding))
         else:
             self._inline.append((key.encode(), with_checksum(data) if encoding.checksums else data))
-
-    def _put_outside(self, value: Value) -> None:
-        self._values.append(value)
-        self.add(value)
 
 
 class _Form(NamedTuple):
