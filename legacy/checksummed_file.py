@@ -22,7 +22,6 @@ from flax_ckpt_compat._core.byte_reads import (
 )
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.local_file import FileChecksums, LocalFile, recorded_checksums
-from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import show_path
 
@@ -31,12 +30,12 @@ _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 _REMEDY = "restore an older step. To read it as it is, set checksums='off'"
 
 
-def open_checksums(location: Location, source: Source) -> ChecksummedFile | ChecksummedObject | None:
+def open_checksums(source: Source) -> ChecksummedFile | ChecksummedObject | None:
     """Return the recorded checksums of a file, or the store's of an object; None if there are none."""
     if isinstance(source, LocalFile):
         recorded = recorded_checksums(source.descriptor)
         return None if recorded is None else ChecksummedFile(source, recorded)
-    expected = location.stored_crc32c()
+    expected = source.crc32c()
     return None if expected is None else ChecksummedObject(source, expected)
 
 

@@ -52,7 +52,7 @@ class MsgpackReader(Reader):
         self._has_told = of_orbax  # that nothing is verified
         try:
             with translated(self.path, "read"), memory.pause_gc(enabled=self._source.is_local):
-                self._verify, self._sums = verify, open_checksums(location, self._source) if verify else None
+                self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 self.tree: Node = self._parsed(of_orbax, is_stream)
         except BaseException:
             self.close()
@@ -167,7 +167,7 @@ class MsgpackReader(Reader):
                 self.read([ArraySlice(data, box)])
             return has_checksums
         with translated(self.path, "read"):
-            sums = self._sums = self._sums or open_checksums(self.location, self._source)
+            sums = self._sums = self._sums or open_checksums(self._source)
             # Numbers and small arrays were read with the structure.
             ranges = locator.ranges if type(locator) is FileRanges else [(0, self._source.size)]
             return sums is not None and all(sums.verify(offset, offset + nbytes) for offset, nbytes in ranges)

@@ -50,6 +50,10 @@ class Source(abc.ABC):
         target[: len(data)] = data
         return len(data)
 
+    def crc32c(self) -> int | None:
+        """Return the CRC-32C of this version that its store reports, or None."""
+        return None
+
     def close(self) -> None:  # noqa: B027  (stores inherit it)
         """Close it; of a store nothing is open."""
 

@@ -213,10 +213,6 @@ class Location:
                 total += os.stat((self / name).path).st_size
         return total
 
-    def stored_crc32c(self) -> int | None:
-        """Return the CRC-32C of this file that the storage reports, or None."""
-        return None
-
     def identity(self) -> tuple[int, int, int] | None:
         """Return device, inode and time of change; None if nothing is here, and in stores, which have none."""
         try:

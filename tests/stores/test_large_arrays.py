@@ -46,8 +46,8 @@ def test_a_disk_keeps_one_chunk(tmp_path: Path) -> None:
     assert ts.open({"driver": "zarr", "kvstore": kvstore}).result().chunk_layout.read_chunk.shape == (70 * MIB,)
 
 
-TREE = {"kernel": np.arange(3_000_000.0), "table": np.ones((1000, 1000), np.int8)}
-NBYTES = 8 * 3_000_000 + 1000 * 1000
+TREE = {"kernel": np.arange(5_000_000.0), "table": np.ones((1000, 1000), np.int8)}
+NBYTES = 8 * 5_000_000 + 1000 * 1000
 
 
 @pytest.mark.slow

@@ -70,8 +70,8 @@ def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
 def test_a_step_that_is_replaced_while_it_is_read(
     any_bucket: AnyBucket, format: Any, step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new one is restored, whether the step was named or is the latest."""
-    root, large = f"{any_bucket.url}/run", np.ones(100_000)
+    """The new one is restored, named or as the latest; of a small file, all is read before that."""
+    root, large = f"{any_bucket.url}/run", np.ones(3_000_000)
     path = flax_ckpt_compat.save(root, {"a": large, "b": large}, step=1, format=format)
     replaced = list[str]()
     plan = pipeline.plan_all

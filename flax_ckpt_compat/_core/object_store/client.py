@@ -186,6 +186,12 @@ class OpenedObject(Source):
             raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
         return found
 
+    def crc32c(self) -> int | None:
+        found = self._client.find(self.path)
+        if found is None or found.version != self._version:
+            raise replaced(self.path)
+        return found.crc32c
+
 
 class Key(NamedTuple):
     """An object, and the client of fsspec that reaches it."""

@@ -98,9 +98,6 @@ class ObjectLocation(Location):
         found = self._file()
         return found.size if found is not None else 0
 
-    def stored_crc32c(self) -> int | None:
-        return self.unlisted()._stat().crc32c
-
     def identity(self) -> None:
         return None
 
