@@ -173,7 +173,7 @@ class OpenedObject(Source):
         self.head, told = client.read_there(url, 0, HEAD_BYTES, None)
         if (found := told or client.find(url)) is None:
             raise not_found(url)
-        self.size, self._version, _ = found
+        self.size, self._version = found[:2]
 
     def read(self, start: int, stop: int) -> bytes:
         """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
@@ -188,9 +188,9 @@ class OpenedObject(Source):
 
     def crc32c(self) -> int | None:
         found = self._client.find(self.path)
-        if found is None or found.version != self._version:
-            raise replaced(self.path)
-        return found.crc32c
+        if found and found.version == self._version:
+            return found.crc32c
+        raise replaced(self.path)
 
 
 class Key(NamedTuple):

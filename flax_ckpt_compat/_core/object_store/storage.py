@@ -51,11 +51,6 @@ class ObjectLocation(Location):
             return self.listing.file(self.path)
         return client_for(self.path).find(self.path)
 
-    def _stat(self) -> Stat:
-        if (found := self._file()) is None:
-            raise not_found(self.path)
-        return found
-
     def isdir(self) -> bool:
         inside = self._inside()
         if COMMIT_FILE in inside or not inside:
@@ -90,7 +85,9 @@ class ObjectLocation(Location):
         return heads[self.path]
 
     def size(self) -> int:
-        return self._stat().size
+        if (found := self._file()) is None:
+            raise not_found(self.path)
+        return found.size
 
     def total_size(self) -> int:
         if inside := self._inside():
