@@ -71,7 +71,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                 except StorageError as error:
                     if not is_denied(error):
                         raise
-                    if error.path == path.path:
+                    if error.path in (None, path.path):
                         denied.append(error)
                     else:  # something in it
                         (found if contents.has_marker(path) else inside).append(path)

@@ -38,10 +38,8 @@ _SUFFIX = ".npy"
 _PIECE = 16 * 2**20
 _ENCRYPTED = 1  # a flag
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-_DAMAGE = (
-    *(zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, NotImplementedError),
-    *(SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError),  # of numpy's headers
-)
+_BAD_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError)
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, NotImplementedError)
 
 
 class NpzReader(WholeReader):
@@ -69,7 +67,10 @@ class NpzReader(WholeReader):
         with self._archive.open(member) as stream:
             if (version := npy.read_magic(stream)) not in _HEADERS:
                 raise ValueError(f"the version {version} of the .npy format")
-            shape, _, dtype = _HEADERS[version](stream)
+            try:
+                shape, _, dtype = _HEADERS[version](stream)
+            except _BAD_HEADER as error:
+                raise ValueError("a header that does not decode") from error
             length = stream.tell()
         if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
             dtype = dtype_from_name("bfloat16")
