@@ -148,6 +148,11 @@ class Stopped(BaseException):
     """What ends a save in the middle, as Ctrl-C does."""
 
 
+def stop(*_: Any, **__: Any) -> None:
+    """Stop there."""
+    raise Stopped
+
+
 def test_a_replacement_that_stops_anywhere_leaves_the_old_one_or_the_new_one(
     kind: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +358,11 @@ def test_what_was_set_aside_comes_back(dies: bool, kind: str, final: str, monkey
     assert read(final) == ("old" if dies else "new")
     if not dies:
         renamed.join()
-    atomic.remove_set_aside(os.path.dirname(final), left(Path(final).parent), ["c_1"])
+    with monkeypatch.context() as patch, pytest.raises(Stopped) if not dies and kind == "directory" else nullcontext():
+        patch.setattr(shutil, "rmtree", stop)
+        atomic.remove_set_aside(os.path.dirname(final), left(Path(final).parent), ["c_1"])
+    assert not atomic._set_aside(left(Path(final).parent))  # no half of it is put back
+    atomic.remove_stale(os.path.dirname(final))
     assert left(Path(final).parent) == ["c_1"]
 
 

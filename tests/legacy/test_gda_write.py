@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -446,21 +447,26 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
 def test_an_interruption_behind_the_rename_takes_no_arrays(
     tmp_path: Path, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint has its name already, so its arrays stay, though the save raises."""
+    """The checkpoint has its name already, so its arrays stay; so do the old ones, until that name is on the disk."""
     path, replace = tmp_path / "c_1", os.replace
     if not first:
         save(path, {"a": Spread(np.full(4, 1))})
     temporary = atomic.temporary_path(str(path))
     write(temporary, {"a": Spread(np.full(4, 2))})
 
+    def refused(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     def interrupted(*arguments: Any) -> None:
         replace(*arguments)
+        patch.setattr(os, "fsync", refused)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             atomic.publish(temporary, str(path))
+    assert "a" in os.listdir(f"{path}_gda")
     atomic.remove_temporary(temporary)
     atomic.remove_stale(str(tmp_path))
     assert load(path)[("a",)].tolist() == [2] * 4
