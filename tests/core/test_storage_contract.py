@@ -206,6 +206,7 @@ class TestStorage:
         location = location_of(filled.root)
         if filled.folder is None:
             assert location.resolve() == location.path and location.identity() is None
+            assert location.restore_set_aside([".c_1"]) == []
             return
         (filled.folder / "link").symlink_to("c")
         (filled.folder / "dangling").symlink_to("nowhere")
@@ -380,18 +381,6 @@ class TestCommits:
         write(staged, {"_METADATA": b"{}"})
         upload.publish(staged, new=True)
         assert published(place, "c_1") == {"_METADATA": b"{}", part: b"1", f"d{upload.tag}/y": b"3"}
-
-    def test_what_was_set_aside_is_put_back(self, tmp_path: Path) -> None:
-        """On a disk, a checkpoint that a dead writer has renamed to make room is there again."""
-        root = location_of(tmp_path)
-        temporary = os.path.basename((root / "c_1").temporary_path())
-        match = temporaries.parse(temporary)
-        assert match is not None
-        aside = temporary.replace(str(os.getpid()), "4194305").replace(match["role"], "old")
-        (tmp_path / aside).mkdir()
-        (tmp_path / aside / "x").write_bytes(b"1")
-        assert root.restore_set_aside([aside]) == ["c_1"]
-        assert stored(Place(root.path, folder=tmp_path)) == {"c_1/x": b"1"}
 
 
 KEYS = ["a", "a-", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "b/%2F+&?", "c"]
