@@ -130,13 +130,6 @@ def test_an_unexpanded_home(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("path", ["a~/runs", "~nobody-of-this-name/runs", "/~/runs", "a/~/runs"])
-def test_other_tildes(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tilde that no shell expands is part of a name."""
-    monkeypatch.chdir(tmp_path)
-    assert "expand" not in error_of(restore, path)
-
-
 @pytest.mark.parametrize(
     ("first", "found"),
     [

@@ -58,17 +58,6 @@ def test_checksums_are_verified(file: Path) -> None:
     assert flax_ckpt_compat.verify(file).damaged
 
 
-def test_slices(file: Path) -> None:
-    """A slice is what numpy cuts out, whatever the order and the compression."""
-    with flax_ckpt_compat.open_checkpoint(file) as view:
-        for name, box in (("params/embedding/kernel", np.s_[1:2, 0:3, 2:4]),
-                          ("params/Transformer/encoderblock_0/MlpBlock_3/kernel", np.s_[0:2, 1:2])):  # fmt: skip
-            handle = view.leaves()[name]
-            (found,) = handle.reader.read([ArraySlice(handle, box)])
-            expected = traverse_util.flatten_dict(PARAMS, sep="/")[name][box]
-            assert_same(found, np.ascontiguousarray(expected))
-
-
 def test_two_raw_bytes_are_bfloat16(tmp_path: Path) -> None:
     """numpy writes bfloat16 as raw bytes, which big_vision takes for what they were."""
     expected = np.arange(5, dtype=ml_dtypes.bfloat16)
