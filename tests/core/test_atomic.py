@@ -248,7 +248,7 @@ def test_what_no_lock_tells(writer: str, kind: str, final: str, monkeypatch: pyt
     path, is_forced = temporaries.temporary_path(final), writer == "of another machine"
     folder = Path(final).parent
     if writer == "of an old release":
-        path = str(folder / OLD_RELEASE.format("new"))
+        path = str(folder / OLD_RELEASE.format("new").replace("9f86d081884c", temporaries._machine()))
     else:
         path = elsewhere(path, temporaries._machine() if writer == "of an earlier boot" else "0" * 12)
     make(path, "x", kind)
