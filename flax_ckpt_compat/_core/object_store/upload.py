@@ -20,7 +20,6 @@ process 0 goes on.
 
 from __future__ import annotations
 
-import json
 import posixpath
 import time
 import uuid
@@ -227,16 +226,16 @@ class Upload:
         return there
 
     def _is_same_tree(self, staged: str, rest: list[str], indexes: list[str]) -> bool:
-        """Return whether nothing but indexes, checksums and times tell the new checkpoint from the old one."""
-        if self._expected.keys() != {*rest, *indexes, COMMIT_FILE}:
-            return False
+        """Return whether nothing but indexes, checksums, times and blanks tell the new checkpoint from the old one."""
 
         def is_same(name: str) -> bool:
-            old = self._client.read(f"{self.url}/{name}")
-            return _meaning(name, Path(staged, name).read_bytes()) == _meaning(name, old)
+            found = self._client.read(f"{self.url}/{name}")
+            return Path(staged, name).read_bytes().rstrip() == found.rstrip()
 
+        compared = [name for name in rest if name not in (layout.CHECKSUMS, layout.STEP_METADATA)]
         with suppress(FileNotFoundError):  # another writer removes it
-            return all(in_parallel(is_same, [name for name in rest if name != layout.CHECKSUMS], AT_ONCE))
+            has_same_files = self._expected.keys() == {*rest, *indexes, COMMIT_FILE}
+            return has_same_files and all(in_parallel(is_same, compared, AT_ONCE))
         return False
 
     def _publish_file(self, staged: str, new: bool) -> None:
@@ -251,14 +250,6 @@ class Upload:
         with commit.after_commit(self.url):
             self._delete([*commit.arrays_among(old), *filter(is_upload_marker, old)])
         self.delete_harmless(self.marker)
-
-
-def _meaning(name: str, text: bytes) -> object:
-    """Return a small file without the blanks at its end, which tell saves apart, and metadata without their times."""
-    if name == layout.STEP_METADATA:
-        with suppress(ValueError, AttributeError):
-            return {key: value for key, value in json.loads(text).items() if not key.endswith("timestamp_nsecs")}
-    return text.rstrip()
 
 
 def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
