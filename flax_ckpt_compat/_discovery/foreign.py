@@ -62,18 +62,17 @@ _HUGGING_FACE = (
 _KINDS = (
     (re.compile(r".*\.index\.json"), "a model of Hugging Face in several files, or shards"),
     (re.compile(_HUGGING_FACE), "a model folder of Hugging Face"),
-    (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, whose load() reads it"),
+    (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, and loads"),
     (re.compile(r"\.zarray|zarr\.json"), "an array of zarr, which TensorStore reads"),
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
     (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
-    (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch, which torch.distributed.checkpoint reads"),
-    (re.compile(r".*\.(pt|pth|ckpt|bin)"), "a folder of PyTorch checkpoints, which torch.load reads"),
-    (re.compile(r".*\.safetensors"), "a folder of safetensors files"),
-    (re.compile(r".*\.(h5|hdf5|keras)"), "a folder of HDF5 files, which h5py reads"),
-    (re.compile(r".*\.np[yz]"), "a folder of numpy files, which numpy.load reads"),
-    (re.compile(r"events\.out\.tfevents\..*"), "a folder of TensorBoard's events"),
+    (re.compile(r".*\.(pt|pth|ckpt|bin|distcp)"), "a folder of PyTorch checkpoints, which it reads"),
+    (
+        re.compile(r".*\.(safetensors|h5|hdf5|keras|np[yz])"),
+        "a folder of arrays in files of safetensors, HDF5 or numpy",
+    ),
 )
 
 
@@ -83,24 +82,17 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     # A header's length, with which safetensors files begin, may look like a container; their size tells.
     if head[8:9] != b"{" and _begins_like_container(head) and not _begins_like_other(head):
         return None
-    return _bytes_look_like(path.read(0, FIRST_BYTES), path.size())
-
-
-def _bytes_look_like(first: bytes, size: int) -> str | None:
-    """Return what a file with these first bytes, and this size in bytes, looks like; see `file_looks_like`."""
-    # First: the length at its beginning may look like anything else.
+    first, size = path.read(0, FIRST_BYTES), path.size()
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return SAFETENSORS
     if (other := _begins_like_other(first)) is not None:
         return other
     if _is_one_value(first, size) or not first.strip(b"\0"):
         return None
-    for magic, what in _LOOKS:
-        if first.startswith(magic):
-            return what
-    if _begins_like_container(first):
+    known = next((what for magic, what in _LOOKS if first.startswith(magic)), None)
+    if known is None and _begins_like_container(first):
         return None
-    return _text_looks_like(first) or f"{_UNKNOWN_FILE} (it begins with the bytes {first[:6].hex(' ')})"
+    return known or _text_looks_like(first) or f"{_UNKNOWN_FILE} (it begins with the bytes {first[:6].hex(' ')})"
 
 
 def _begins_like_other(first: bytes) -> str | None:
@@ -117,11 +109,10 @@ def _is_one_value(first: bytes, size: int) -> bool:
         width = _SIZED.get(first[0]) if first else None
         return width is not None and size == 1 + width + int.from_bytes(first[1 : 1 + width], "big")
     unpacker = _unpacker(first)
-    try:
+    with suppress(*_UNDECODABLE):
         unpacker.skip()
-    except _UNDECODABLE:
-        return False
-    return bool(unpacker.tell() == size)
+        return bool(unpacker.tell() == size)
+    return False
 
 
 def _begins_like_container(first: bytes) -> bool:
@@ -157,13 +148,12 @@ def _begins_like_stream(first: bytes) -> bool:
     if first[:1] != b"\x92":
         return False
     unpacker = _unpacker(first)
-    try:
+    with suppress(*_UNDECODABLE):
         unpacker.read_array_header()
-        path = unpacker.unpack()
-    except _UNDECODABLE:
-        return False
-    names, at = path if isinstance(path, list) and path else [path], unpacker.tell()
-    return all(isinstance(name, str) for name in names) and at < len(first) and first[at] in _BYTES
+        path, at = unpacker.unpack(), unpacker.tell()
+        names = path if isinstance(path, list) and path else [path]
+        return all(isinstance(name, str) for name in names) and at < len(first) and first[at] in _BYTES
+    return False
 
 
 def _unpacker(data: bytes) -> msgpack.Unpacker:
@@ -227,9 +217,8 @@ def foreign_remedy(path: Location) -> str:
     """Return the remedy for something else than a checkpoint."""
     if not path.isdir():
         return "Expected a msgpack file of Flax or an Orbax directory."
-    found = [
-        name for suffix in _READ_SUFFIXES for name in sorted(path.listdir(), reverse=True) if name.endswith(suffix)
-    ]
+    names = sorted(path.listdir(), reverse=True)
+    found = [name for suffix in _READ_SUFFIXES for name in names if name.endswith(suffix)]
     if found and not is_lfs_pointer(path / found[0]):
         return f"Restore a file in it, such as {path / found[0]}."
     return "Restore another step or path, or read it with the program that wrote it."

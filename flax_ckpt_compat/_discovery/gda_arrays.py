@@ -23,8 +23,7 @@ _MAX_BYTES = 2**20  # bytes to look at; larger files are left to the reader
 def missing_array(file: Location, head: bytes) -> str | None:
     """Return what the arrays beside a msgpack file lack, in words; ``head`` are its first bytes.
 
-    Flax writes the text `steps.ARRAYS_PLACEHOLDER` and a folder's name in the place of an array of several processes.
-    """
+    In their places Flax writes the text `steps.ARRAYS_PLACEHOLDER` and a folder's name."""
     folder = file.sibling(steps.ARRAYS_POSTFIX)
     is_all = len(head) < foreign.FIRST_BYTES and not file.is_remote
     if _PLACEHOLDER not in head and (is_all or not folder.isdir()):

@@ -87,29 +87,26 @@ class Directory:
     def tiers(self) -> Iterator[Sequence[Entry]]:
         """Yield groups of entries; a group can hold the latest only if all groups before are empty."""
         yield self.steps
-        # Every name begins with the empty prefix, so a manager's steps come first.
-        if self.checkpoint_dir.prefix:
-            yield self.texts
+        if not self.checkpoint_dir.prefix:  # with which every name begins
             yield self.other_family
-        else:
-            yield self.other_family
-            yield self.texts
+        yield self.texts
+        yield self.other_family
         yield self.longer
 
     def classify(self, entry: Entry) -> Contents:
         """Return what an entry holds; raise `ChangedError` if it has vanished since it was listed."""
-        if entry.name not in self._classified:
-            self._classified[entry.name] = self._look_at(entry)
-        found = self._classified[entry.name]
+        found = self._classified.get(entry.name)
+        if found is None:
+            found = contents.contents_of(entry.location, lists_denied=self._lists_denied)
+            if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
+                found = dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
+            self._classified[entry.name] = found
         if found.state is State.ABSENT and not self.tolerant:
             raise ChangedError
         return found
 
     def check_unchanged(self) -> None:
-        """Raise `ChangedError` if the local directory now holds other names.
-
-        Listing is not atomic: it can miss names that are added or removed meanwhile.
-        """
+        """Raise `ChangedError` if the local directory now holds other names: a listing misses those that change."""
         is_final = self.tolerant or self.checkpoint_dir.directory.is_remote
         if not is_final and set(self.names) != set(saved_steps.names_in(self.checkpoint_dir)):
             raise ChangedError
@@ -128,18 +125,16 @@ class Directory:
         return next((entry for entry in entries if is_wanted(self.classify(entry))), None)
 
     def counts(self, entry: Entry) -> bool:
-        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign.
-
-        Without a prefix every other folder of the directory would count."""
+        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
         state = self.classify(entry).state
-        if state is State.FOREIGN:
+        if state is State.FOREIGN:  # without a prefix every other folder of the directory would count
             return not entry.managed and (entry.step is not None or self.checkpoint_dir.prefix != "")
         return state in (State.COMPLETE, State.DENIED)
 
     def warn_of_incomplete(self, entries: Iterable[Entry]) -> None:
         """Warn of the entries that are incomplete and were passed over, once."""
         found = [one for one in map(self.classify, entries) if one.state is State.INCOMPLETE]
-        shown = "; ".join(sorted(f"{one.location.name} ({one.why})" for one in found))
+        shown = "; ".join(sorted({f"{one.location.name} ({one.why})" for one in found}))
         folder = self.checkpoint_dir.directory
         message = f"Skipping incomplete checkpoints in {folder}: {shown}" if found else None
         log_once((folder.path, self.checkpoint_dir.prefix, "incomplete"), message)
@@ -161,12 +156,6 @@ class Directory:
         found.sort(key=_order)
         is_manager = any(contents.is_step_of_manager(entry.location) for entry in reversed(found))
         return found if is_manager else []
-
-    def _look_at(self, entry: Entry) -> Contents:
-        found = contents.contents_of(entry.location, lists_denied=self._lists_denied)
-        if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
-            return dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
-        return found
 
 
 def _order(entry: Entry) -> tuple[float, bool, str]:
@@ -197,9 +186,7 @@ def in_one_listing(
 
 
 def latest_of(directory: Directory) -> Entry | None:
-    """Return the latest checkpoint of one listing; classify entries newest first, as few as possible.
-
-    Raise CheckpointNotFoundError if newer ones than that are listed and not there."""
+    """Return the latest checkpoint of one listing; raise if newer ones than that are listed and not there."""
     passed: list[Entry] = []
     for tier in directory.tiers():
         is_longer = tier is directory.longer

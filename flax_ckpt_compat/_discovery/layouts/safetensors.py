@@ -86,12 +86,9 @@ class SafetensorsReader(WholeReader):
                 check_depth(file, name.count(".") + 1)
             data = end = _LENGTH + len(text)
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                path = paths.get(name, tuple(name.split(".")))
-                leaf = self._array(file, source, path, name, entry, data)
-                if data + entry["data_offsets"][0] != end:
-                    raise damaged(file, f"{name} overlaps another tensor, or leaves a gap before it", name)
+                leaf = self._array(file, source, paths.get(name, tuple(name.split("."))), name, entry, data, end)
                 end += leaf.nbytes
-                yield path, leaf
+                yield leaf.path, leaf
             if end != source.size:
                 raise damaged(file, f"{source.size - end} bytes behind the last tensor")
         except DECODE_ERRORS as error:
@@ -104,17 +101,20 @@ class SafetensorsReader(WholeReader):
             return Branch({}, Container(value["empty"]))
         return None if value is None else LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
-    def _array(self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int) -> LeafHandle:
+    def _array(
+        self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int, begin: int
+    ) -> LeafHandle:
+        """Return a tensor, whose bytes begin where those before it end."""
         shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if not isinstance(shape, list) or any(type(one) is not int for one in (*shape, start, stop)):
-            raise damaged(file, f"{name} has the shape {shape!r:.100}, or offsets, that are no integers", name)
+            raise ValueError(f"the shape {shape!r:.100} of {name}, or offsets, that are no integers")
         known = _DTYPES.get(entry["dtype"])
         dtype = dtype_from_name(known) if known else None
         nbytes = stop - start if dtype is None else nbytes_of(shape, dtype)
-        if stop > source.size - data or stop - start != nbytes or nbytes < 0:
-            raise damaged(file, f"{name} has bytes {start} to {stop} of {source.size - data}, and needs {nbytes}", name)
+        if stop > source.size - data or stop - start != nbytes or nbytes < 0 or data + start != begin:
+            raise damaged(file, f"{name} has bytes {start} to {stop} of {source.size - data}, not its {nbytes}", name)
         if dtype is not None:
-            return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, data + start))
+            return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
         what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have"
         error = UnsupportedLeafError(f"{what}; cast it with the program that wrote it", path=file.path, leaf=name)
         return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, error)
