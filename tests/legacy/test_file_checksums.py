@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice, WriteOptions
+from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
@@ -345,16 +346,15 @@ def test_the_attribute_is_there_before_the_sync(path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("size", [MIB // 4, 40 * MIB])
 def test_an_array_that_changes_while_it_is_written(size: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread writes to it just after its bytes were handed to the system: the checksums are of these bytes."""
-    array, write = np.zeros(size, np.uint8), os.writev
+    """Another thread writes to it just after its bytes were summed: these are the bytes that are written."""
+    array, update = np.zeros(size, np.uint8), BlockSums.update
 
-    def write_and_change(*arguments: Any) -> int:
-        written = write(*arguments)
+    def update_and_change(sums: BlockSums, data: Any) -> None:
+        update(sums, data)
         array[...] = 9
-        return written
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "writev", write_and_change)
+        patched.setattr(BlockSums, "update", update_and_change)
         BACKEND.write(str(path), BACKEND.prepare(to_branches({"a": array})), WriteOptions())
     assert (array == 9).all()
     with contextlib.closing(BACKEND.open(location_of(path), verify=True)) as reader:
