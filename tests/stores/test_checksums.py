@@ -31,40 +31,23 @@ def flipped(data: bytes) -> bytes:
 
 
 @contextmanager
-def flipping_uploads(proxy: Proxy, times: int) -> Iterator[list[str]]:
-    """A proxy that changes this many large uploads, before a store that compares their SHA-256, as S3 does."""
+def flipping(proxy: Proxy, method: str, times: int) -> Iterator[list[str]]:
+    """A proxy that changes this many large bodies of a method, before a store that compares SHA-256, as S3 does."""
     before, done = proxy.forward, list[str]()
 
-    def forward(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-        sent = {name.lower(): value for name, value in headers.items()}.get("x-amz-content-sha256")
-        if method == "PUT" and len(body) > 100_000 and len(done) < times:
-            done.append(path)
-            body = flipped(body)
-        if method == "PUT" and hashlib.sha256(body).hexdigest() != sent:
-            return 400, [("Content-Type", "application/xml")], MISMATCH
-        return before(method, path, headers, body)
-
-    proxy.forward = forward  # type: ignore[method-assign]
-    try:
-        yield done
-    finally:
-        del proxy.forward
-
-
-@contextmanager
-def flipping_bodies(proxy: Proxy, method: str, times: int) -> Iterator[list[str]]:
-    """A proxy that changes this many large bodies: of uploads (POST), or of downloads (GET)."""
-    before, done = proxy.forward, list[str]()
+    def passed(path: str, data: bytes) -> bytes:
+        if len(data) < 100_000 or len(done) == times:
+            return data
+        done.append(path)
+        return flipped(data)
 
     def forward(asked: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-        if asked == method == "POST" and len(body) > 100_000 and len(done) < times:
-            done.append(path)
-            body = flipped(body)
+        signed = {name.lower(): value for name, value in headers.items()}.get("x-amz-content-sha256")
+        body = passed(path, body) if asked == method != "GET" else body
+        if asked == "PUT" and signed not in (None, hashlib.sha256(body).hexdigest()):
+            return 400, [("Content-Type", "application/xml")], MISMATCH
         status, answered, content = before(asked, path, headers, body)
-        if asked == method == "GET" and len(content) > 100_000 and len(done) < times:
-            done.append(path)
-            content = flipped(content)
-        return status, answered, content
+        return status, answered, passed(path, content) if asked == method == "GET" else content
 
     proxy.forward = forward  # type: ignore[method-assign]
     try:
@@ -77,7 +60,7 @@ def flipping_bodies(proxy: Proxy, method: str, times: int) -> Iterator[list[str]
 def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any) -> None:
     """The store tells the CRC-32C of what arrived."""
     with (
-        flipping_bodies(gs_bucket.proxy, "POST", times=1),
+        flipping(gs_bucket.proxy, "POST", times=1),
         pytest.raises(StorageError, match=r"were changed on their way.*overwrite=True"),
     ):
         save(f"{gs_bucket.url}/c", TREE, format=format)
@@ -92,14 +75,14 @@ def test_gs_changed_downloads_are_an_error(gs_bucket: GsBucket) -> None:
     save(f"{gs_bucket.url}/c", tree, format="msgpack")
     assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(tree)
     changed = pytest.raises(ChecksumError, match=r"the store reports .*changed in transit")
-    with flipping_bodies(gs_bucket.proxy, "GET", times=1), changed:
+    with flipping(gs_bucket.proxy, "GET", times=1), changed:
         restore(f"{gs_bucket.url}/c", None)
-    with flipping_bodies(gs_bucket.proxy, "GET", times=1), config.override(checksums="off"):
+    with flipping(gs_bucket.proxy, "GET", times=1), config.override(checksums="off"):
         assert restore(f"{gs_bucket.url}/c", None)["n"] == 3
 
 
 def test_s3_refuses_changed_uploads(bucket: Bucket) -> None:
     """Each upload is signed with its SHA-256: nothing is saved, and the message says what happened."""
-    with flipping_uploads(bucket.proxy, times=99), pytest.raises(StorageError, match="could not be written"):
+    with flipping(bucket.proxy, "PUT", times=99), pytest.raises(StorageError, match="could not be written"):
         save(f"{bucket.url}/c", TREE, format="msgpack")
     assert bucket.keys() == []
