@@ -146,8 +146,8 @@ class Upload:
         if self.folder != self.url:
             self._publish_file(staged, new)
             return
-        self._is_shared, found = bool(self.marker), self._client.find(self.url)
-        uploaded = self.written() if self._is_shared else []
+        self._is_shared = bool(self.marker)
+        uploaded, found = self.written() if self._is_shared else [], self._client.find(self.url)
         names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
         data = [name for name in names if not commit.is_fixed(name)]
         parts, fixed = [*data, *uploaded], sorted(filter(commit.is_fixed, names))
