@@ -119,13 +119,10 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         **fields,
     )
     normal(request.path)  # raises for characters that stores do not take
-    try:
-        has_nul = b"\0" in os.fsencode(request.path)
-    except UnicodeEncodeError:
-        has_nul = True
-    if has_nul:
-        raise ArgumentError(f"{request.path!r} contains characters that no path can have; remove them")
-    return request
+    with suppress(UnicodeEncodeError):
+        if b"\0" not in os.fsencode(request.path):
+            return request
+    raise ArgumentError(f"{request.path!r} contains characters that no path can have; remove them")
 
 
 def write_options(
@@ -160,4 +157,6 @@ def _count(given: Any, name: str) -> float:
     with suppress(TypeError, ValueError, OverflowError):
         if not isinstance(one, bool | str) and not math.isnan(value := float(one)):  # float takes text, too
             return value
+    if type(one) is int:  # beyond every float
+        return math.inf if one > 0 else -math.inf
     raise ArgumentError(f"{name} must be a number, {arguments.found(given)}")
