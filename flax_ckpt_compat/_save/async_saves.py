@@ -38,15 +38,13 @@ class BackgroundSave:
 
     directory: str  # real path of the checkpoint's directory
     task: Task
-    future: Future[Any] | None = None  # the manager's; None for a commit of a user's checkpointer
+    future: Future[Any]  # the manager's; a finished one for a commit of a user's checkpointer
     lookup_timeout: float | None = None  # seconds that look-ups wait for a multi-process save; None if they do not
     checkpointer: Any = None  # a user's, which commits; the task waits for it, and no thread begins that one
 
     def wait(self) -> None:
         """Wait for its end, unless this thread runs it; run it here if no thread has begun it."""
         if self.task.thread != threading.get_ident():  # also after the task, for which its manager may call hooks
-            if self.future is not None and self.future.cancelled():
-                self.task.withdraw()
             try:
                 self.task.run()  # its pool may wait for this thread
             except KeyboardInterrupt:
@@ -116,6 +114,7 @@ def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_
                 future = getattr(manager, "save_future", None)
             if isinstance(future, Future):  # a manager without one alone raises its failures
                 _saves.append(BackgroundSave(real, work, future, lookup_timeout))
+                future.add_done_callback(lambda ended: work.withdraw() if ended.cancelled() else None)
         except BaseException as error:
             if not thread_pools.is_refusal(error):
                 work.withdraw()  # it may be queued all the same
@@ -133,10 +132,17 @@ def start_commit(checkpointer: Any, directory: Location, then: Callable[[], Any]
     """Register a save that a user's checkpointer commits; the next call waits for it, and calls ``then``."""
 
     def finish() -> None:
-        checkpointer.wait_until_finished()
+        try:
+            checkpointer.wait_until_finished()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C or a signal's SystemExit, after which the commit goes on
+                start_commit(checkpointer, directory, then)
+            raise
         then()
 
-    _saves.append(BackgroundSave(directory.resolve(), Task(_run, finish), checkpointer=checkpointer))
+    finished = Future[Any]()
+    finished.set_result(None)
+    _saves.append(BackgroundSave(directory.resolve(), Task(_run, finish), finished, checkpointer=checkpointer))
 
 
 def _run(task: Callable[[], Any]) -> None:
@@ -178,16 +184,24 @@ def _drop(save: BackgroundSave) -> bool:
     except ValueError:
         return False
     is_new = save.future not in _raised
-    if save.future is not None:
-        _raised.add(save.future)
+    _raised.add(save.future)
     return is_new
 
 
 def _raise_failures(saves: list[BackgroundSave]) -> None:
     """Raise the first failure of background saves that was not raised yet; never wait."""
     for save in saves:
-        if save.task.done and _drop(save):
-            save.task.result()
+        if save.task.done:
+            try:
+                save.task.result()
+                if not save.future.done():  # its manager does more after the task
+                    continue
+                with suppress(CancelledError):  # the task ran all the same
+                    save.future.result()
+                _drop(save)
+            except BaseException:
+                if _drop(save):
+                    raise
 
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
@@ -287,6 +301,8 @@ def log_failures(*, running: bool = True) -> None:
 def _finish_saves() -> None:
     for save in list(_saves):
         save.wait()
+        if save.future.running():  # what its manager does after the task may need a pool, too
+            save.future.exception()
     log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
 
 

@@ -145,9 +145,8 @@ class Coordinator:
         if self.is_primary:
             return self._lead(stage, failed, on_primary)
         try:
-            self._store.set(
-                f"{_REPORTS}/{stage}/{self._id}", {**report, "path": self._path, "error": _encode_error(failed)}
-            )
+            report.update(path=self._path, error=_encode_error(failed))
+            self._store.set(f"{_REPORTS}/{stage}/{self._id}", report)
             answer = self._wait_for_answer(stage, is_failed=failed is not None)
         except BaseException as error:
             if stage == BEGIN:
@@ -255,9 +254,8 @@ class Coordinator:
         # Process 0 commits, and may have done so before it stopped answering.
         is_unknown = missing == [0] and stage == COMMIT
         outcome = "so it is not known here whether the checkpoint was saved" if is_unknown else "so nothing was saved"
-        message = (
-            f"process {shown} of {self.process.count} did not reach barrier {stage!r} within {waited:g} s, {outcome}"
-        )
+        what = f"process {shown} of {self.process.count} did not reach barrier {stage!r} within {waited:g} s"
         why = "It may have exited, hang, or run other code: all processes have to call save_checkpoint_multiprocess"
         remedy = "If it only needs more time, raise the setting coordination_timeout."
-        return ProcessTimeoutError(f"{self._path}: {message}. {why}. {remedy}", path=self._path, absent=tuple(missing))
+        message = f"{self._path}: {what}, {outcome}. {why}. {remedy}"
+        return ProcessTimeoutError(message, path=self._path, absent=tuple(missing))

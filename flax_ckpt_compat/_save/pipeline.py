@@ -16,16 +16,10 @@ from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import (
-    async_saves,
-    checkpointer_adapter,
-    interrupted_saves,
-    multiprocess,
-    snapshot,
-    validation,
-)
+from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, multiprocess, validation
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
+from flax_ckpt_compat._save.snapshot import tree_to_save
 from flax_ckpt_compat._trees import depth
 
 
@@ -46,7 +40,7 @@ def save(request: SaveRequest, target: Any) -> str:
                 checkpointer_adapter.save(request, target)
             else:
                 backend = backend_for(request.format)
-                tree = snapshot.tree_to_save(target, request)
+                tree = tree_to_save(target, request)
                 write = functools.partial(_write, request, backend, backend.prepare(tree), tree, watch)
                 watch.lap("prepare")
                 if request.async_manager:

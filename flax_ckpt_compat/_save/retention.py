@@ -87,11 +87,10 @@ def counted_and_doomed(
     before each, from which ``keep_every_n_steps`` counts; the last ones, of which ``keep`` stay; and newer ones."""
     others, with_items = saved_by_other_prefixes(listed), request.orbax_checkpointer is not None
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
-    doomed, first = _to_remove(request, ordered), 0
-    if request.name in ordered:
-        first = ordered.index(request.name)
-        if doomed:
-            first = max(0, min(first - 1, len(ordered) - len(doomed) - request.keep))
+    doomed = _to_remove(request, ordered)
+    first = ordered.index(request.name) if request.name in ordered else 0
+    if doomed:
+        first = max(0, min(first - 1, len(ordered) - len(doomed) - request.keep))
     going = set(doomed)
     deciding = {*going, *ordered[first:], *(before for before, name in itertools.pairwise(ordered) if name in going)}
     counted = saved_steps.counted_steps(listed, list(deciding), with_items=with_items)
@@ -215,9 +214,8 @@ def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
     found = {name: other for name, other in known if steps.step_of(name, prefix) is not None}
     for other in set(found.values()):
         first, second = sorted((prefix, other))
-        what = (
-            f"The prefixes {first!r} and {second!r} are both saved to {directory}, where some names are steps of both"
-        )
+        both = f"The prefixes {first!r} and {second!r}"
+        what = f"{both} are both saved to {directory}, where some names are steps of both"
         why = "other processes and later runs confuse their checkpoints"
         remedy = f"Use prefixes of which none is the start of another, such as {first + '_'!r}"
         log_once((directory.path, first, second), f"{what}: {why}. {remedy}")

@@ -57,7 +57,6 @@ _PACKED = ("int2", "uint2", "int4", "uint4", "float4", "float6")  # devices hold
 _Array = np.ndarray[Any, Any]
 _BYTE = np.dtype(np.uint8)
 
-
 # Manager → the blocks of memory of its last save, and what that has of each: once nothing refers to this, the block is
 # free. Changed by single operations only, as a signal handler may save, too.
 _kept: weakref.WeakKeyDictionary[Any, list[tuple[_Array, weakref.ref[_Array]]]] = weakref.WeakKeyDictionary()

@@ -37,7 +37,7 @@ def check(request: SaveRequest) -> Listing | None:
     if why := request.location.why_too_long():
         message = f"cannot save to {request.path}: {why}; shorten the directory, the prefix or the step"
         raise StorageError(message, path=request.path, errno=errno.ENAMETOOLONG)
-    listed = _listed(request)
+    listed = dataclasses.replace(request, checkpoint_dir=request.checkpoint_dir.listed())
     _check_directory(listed)
     _check_replaced(listed)
     if request.step is not None and not request.overwrite:
@@ -52,22 +52,15 @@ def publish(request: SaveRequest, rename: Callable[[Location, bool], None]) -> N
     """Check again what other writers put there during the save, and give the checkpoint its final name.
 
     ``rename`` does so; where its second argument is True, it refuses to replace what another writer saved meanwhile."""
-    location = request.location
-    if request.replace_only_checkpoints or not location.is_remote:  # in a store, this would be one more request
-        listed = _listed(request)
-        _check_replaced(listed)
-        location = listed.location
+    if request.replace_only_checkpoints or not request.location.is_remote:  # in a store, this would be one more request
+        request = dataclasses.replace(request, checkpoint_dir=request.checkpoint_dir.listed())
+        _check_replaced(request)
     try:
-        rename(location, not request.overwrite)
+        rename(request.location, not request.overwrite)
     except StorageError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             check(request)  # raises an error that names what is there
         raise
-
-
-def _listed(request: SaveRequest) -> SaveRequest:
-    """Return a request with a new listing of its directory, for look-ups of one moment."""
-    return dataclasses.replace(request, checkpoint_dir=request.checkpoint_dir.listed())
 
 
 def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
@@ -130,7 +123,7 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
         return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
     found = contents.contents_of(path)
     if found.state is State.FOREIGN:
-        return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
+        return f"it is not a checkpoint of Flax or Orbax, but found like {found.why}"
     if strict:
         try:
             opening.open_item(orbax_items.Item(Format.MSGPACK, path)).close()
@@ -141,7 +134,7 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
         return None
     may_go = found.may_be_removed(with_items=request.orbax_checkpointer is not None)
     if found.is_complete and not may_go and found.layout is not None:
-        return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
+        return f"it is not certainly one checkpoint of Flax or Orbax (it found like {found.layout.value})"
     return None
 
 
@@ -171,8 +164,7 @@ def _check_overwrite(request: SaveRequest) -> None:
         found = contents.contents_of(path)
         state = "already exists" if found.is_complete else f"is there, {found.state.value} ({found.why})"
         raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
-    step = request.number
-    if step is None:
+    if (step := request.number) is None:
         return
     last = saved_steps.newest_step(checkpoint_dir, step, but=retention.saved_by_other_prefixes(checkpoint_dir))
     if last is not None:
@@ -184,7 +176,11 @@ def _check_overwrite(request: SaveRequest) -> None:
 
 def _removed(request: SaveRequest) -> str:
     """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
-    asked, names = dataclasses.replace(request, overwrite=True, keep=0), saved_steps.names_in(request.checkpoint_dir)
-    _, doomed = retention.counted_and_doomed(asked, request.checkpoint_dir, names)
-    shown = doomed if len(doomed) <= _SHOWN else [*doomed[: _SHOWN - 1], f"newer ones up to {doomed[-1]}"]
-    return f" and to remove {', '.join(shown)}" if doomed else ""
+    checkpoint_dir, prefix, number = request.checkpoint_dir, request.checkpoint_dir.prefix, request.number or 0
+    others = retention.saved_by_other_prefixes(checkpoint_dir)
+    names = [name for name in steps.in_order(saved_steps.names_in(checkpoint_dir), prefix) if name not in others]
+    newer = [name for name in names if (steps.step_of(name, prefix) or 0) >= number]
+    found = saved_steps.counted_steps(checkpoint_dir, newer[:_SHOWN], with_items=request.orbax_checkpointer is not None)
+    shown = [name for name, may_go in found.items() if may_go]
+    shown += [f"newer ones up to {newer[-1]}"] if len(newer) > _SHOWN else []
+    return f" and to remove {', '.join(shown)}" if shown else ""

@@ -241,6 +241,28 @@ def test_a_checkpointer_that_was_closed_before_its_save_was_finished(tmp_path: P
     assert names(tmp_path) == ["checkpoint_2"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_wait_loses_no_commit(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C, or a signal's ``sys.exit``, the next call waits for the commit anew."""
+    handler = Gated()
+    checkpointer = ocp.AsyncCheckpointer(handler)
+    handler.gate.clear()
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+
+    def interrupt() -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer, "wait_until_finished", interrupt)
+        with pytest.raises(error):
+            checkpoints.restore_checkpoint(tmp_path, {"a": 0})
+    threading.Timer(0.1, handler.gate.set).start()
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, {**TREE, "a": None})["a"], TREE["a"])
+    checkpointer.close()
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     """The old checkpoint of a step is there, whole, while the new one is written and after that failed."""

@@ -234,7 +234,9 @@ def test_an_outdated_step_is_refused_before_anything_is_written(flag: bool, tmp_
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_refusal_names_what_overwrite_would_remove(flag: bool, tmp_path: Path) -> None:
+def test_a_refusal_names_what_overwrite_would_remove(
+    flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Steps with items are a manager's own: they stay, and are not named."""
     with ocp.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(step_prefix="checkpoint")) as manager:
         manager.save(8, args=ocp.args.Composite(a=ocp.args.StandardSave(tree()), b=ocp.args.JsonSave({"c": 1})))
@@ -244,8 +246,12 @@ def test_a_refusal_names_what_overwrite_would_remove(flag: bool, tmp_path: Path)
         ours.save_checkpoint(tmp_path, tree(7), 7)
     for step in (11, 12, 13):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=9)
+    half_written(tmp_path, "checkpoint_12.5")  # only the first four are looked at, of what may be thousands
     with pytest.raises(errors.InvalidCheckpointError, match=r"_9, checkpoint_10, checkpoint_11, newer ones up to .*13"):
         ours.save_checkpoint(tmp_path, tree(7), 7)
+    assert "checkpoint_12.5" not in caplog.text
+    (tmp_path / "elsewhere").rmdir()
+    shutil.rmtree(tmp_path / "checkpoint_12.5")
     ours.save_checkpoint(tmp_path, tree(7), 7, overwrite=True)
     assert names(tmp_path) == ["checkpoint_7", "checkpoint_8"]
 
