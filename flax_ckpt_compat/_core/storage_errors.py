@@ -16,7 +16,7 @@ _REMEDIES = {
     **dict.fromkeys(_DENIED, "check the permissions of {folder}, and of what is in it"),
     **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
-    errno.EMFILE: "this process has too many files open; close some, or raise the limit (ulimit -n)",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many files are open; close some, or raise ulimit -n"),
     errno.ENOTEMPTY: "another program wrote there meanwhile; try again",
     errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
     errno.ENOTDIR: "a part of this path is no directory; check the path",
