@@ -67,13 +67,17 @@ class LocalFile(Source):
         None is for ranges to read instead: empty or overlapping ones, those beyond the end, and all if the system
         cannot map the file. Writing to an array does not change the file; truncating that kills who reads the array."""
         views: list[np.ndarray[Any, Any] | None] = [None] * len(ranges)
+        inside = [number for number, (offset, length) in enumerate(ranges) if length and offset + length <= self.size]
+        first = end = min((ranges[number][0] for number in inside), default=0)
+        size = max((sum(ranges[number]) for number in inside), default=0) - first
         with suppress(OSError, ValueError), os.fdopen(self.descriptor, "rb", closefd=False) as file:
-            whole, last = np.asarray(np.memmap(file, np.uint8, "c")), 0
-            for number in sorted(range(len(ranges)), key=ranges.__getitem__):
+            # Not the whole file: Linux refuses to map more than there is memory.
+            mapping = np.asarray(np.memmap(file, np.uint8, "c", first, (size,)))
+            for number in sorted(inside, key=ranges.__getitem__):
                 offset, length = ranges[number]
-                if length and last <= offset and offset + length <= whole.size:
-                    views[number] = whole[offset : offset + length]
-                    last = offset + length
+                if end <= offset:
+                    views[number] = mapping[offset - first :][:length]
+                    end = offset + length
         return views
 
     def close(self) -> None:
