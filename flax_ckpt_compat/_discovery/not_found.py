@@ -136,7 +136,7 @@ def _holds_checkpoint(folder: Location) -> bool:
 
 def _is_unrelated(name: str) -> bool:
     """Return whether a name is unrelated to checkpoints, such as a file that exists before the first one."""
-    return _EVENTS.fullmatch(name) is not None or temporaries.is_temporary(name)
+    return _EVENTS.fullmatch(name) is not None or temporaries.parse(name) is not None
 
 
 def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:

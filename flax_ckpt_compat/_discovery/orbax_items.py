@@ -149,7 +149,7 @@ def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None
     for name in sorted(names):
         child = path / name
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
-        if name.startswith(layout.PROCESS_PREFIX) or temporaries.is_temporary(name) or not child.isdir():
+        if name.startswith(layout.PROCESS_PREFIX) or temporaries.parse(name) or not child.isdir():
             continue
         inside = names_in(child)
         is_whole = name not in handlers and is_checkpoint_itself(name, inside, is_marked)

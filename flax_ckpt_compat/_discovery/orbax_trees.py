@@ -69,7 +69,7 @@ def beside_tree(path: Location, names: set[str]) -> list[str]:
             is_part = name == layout.DATA_DIRECTORY or name.startswith(layout.PROCESS_PREFIX)
         else:
             is_part = name.startswith(layout.PROCESS_PREFIX) or any(arrays_below(child))
-        if not is_part and not temporaries.is_temporary(name) and holds_files(child):
+        if not is_part and not temporaries.parse(name) and holds_files(child):
             others.append(name)
     return others
 

@@ -52,7 +52,7 @@ def remove(leftover: Leftover, *, force: bool = False) -> bool:
         with translated(leftover.location.path):
             if folder.is_remote:
                 folder.remove_leftovers([name])
-            elif temporaries.is_temporary(name):
+            elif temporaries.parse(name):
                 atomic.remove_stale(folder.path, [name], force=force)
             elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
                 gda_folder.remove_orphan(leftover.location.path)

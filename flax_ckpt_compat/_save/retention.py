@@ -113,7 +113,7 @@ def _may_be_evicted(request: SaveRequest) -> bool:
             path, began = request.checkpoint_dir.path(name).path, request.start - _CLOCK_SECONDS
             if request.is_newer(name) or os.path.getmtime(path) > began:
                 return True
-    return any(map(temporaries.is_temporary, names))
+    return any(map(temporaries.parse, names))
 
 
 def _removed_error(request: SaveRequest) -> ConcurrentWriteError:

@@ -102,7 +102,7 @@ def test_no_temporary_is_taken_for_a_checkpoint(make_name: Callable[[str], str],
     make(name + ".orbax-checkpoint-tmp-123", "x", "directory")
     assert flax_checkpoints.latest_checkpoint(str(tmp_path)) is None
     assert orbax_utils.checkpoint_steps(tmp_path) == []
-    assert all(map(temporaries.is_temporary, left(tmp_path)))
+    assert all(map(temporaries.parse, left(tmp_path)))
     assert temporaries.destination(name) == str(tmp_path / "checkpoint_1")
 
 
@@ -122,7 +122,7 @@ def test_long_names_have_temporaries_too(name: str, tmp_path: Path) -> None:
     """Shortened, with room for the suffix of arrays; setting aside needs the whole name."""
     path = temporaries.temporary_path(str(tmp_path / name))
     make(path + "_gda", "x", "directory")
-    assert temporaries.is_temporary(os.path.basename(path)) and temporaries.destination(path) is None
+    assert temporaries.parse(os.path.basename(path)) and temporaries.destination(path) is None
     with pytest.raises(StorageError, match="too long"):
         temporaries.temporary_path(str(tmp_path / name), "old")
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import types
 import unicodedata
 from pathlib import Path
@@ -281,20 +282,6 @@ def test_a_removal_that_is_interrupted_is_completed(tmp_path: Path, monkeypatch:
     assert names(tmp_path) == ["c_1"]
 
 
-def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
-    """Who publishes last has the name, whole; the other's arrays are gone."""
-    path = tmp_path / "c_1"
-    save(path, {"a": Spread(np.full(4, 1))})
-    temporaries = [atomic.temporary_path(str(path)) for _ in range(2)]
-    for n, temporary in enumerate(temporaries):
-        write(temporary, {"a": Spread(np.full(4, n + 2))})
-    for n, temporary in enumerate(temporaries):
-        atomic.publish(temporary, str(path))
-        assert load(path)[("a",)].tolist() == [n + 2] * 4
-        assert len(names(f"{path}_gda")) == 1
-    assert names(tmp_path) == ["c_1", "c_1_gda"]
-
-
 @pytest.mark.parametrize("moment", ["before the rename", "after it"])
 def test_a_saver_that_is_overtaken(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save of the checkpoint ends between two steps of the first: neither removes the other's live arrays."""
@@ -321,9 +308,8 @@ def test_a_saver_that_is_overtaken(moment: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_arrays_are_synced_before_the_file_refers_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, folders and the name of the new generation: after a power loss a file never leads to lost arrays."""
+    """Files, folders and the name of a new folder or generation: after a power loss no file leads to lost arrays."""
     path, folder = tmp_path / "c_1", tmp_path / "c_1_gda"
-    save(path, {"a": {"b": Spread(np.full(4, 1))}})
     events: list[tuple[str, int, str]] = []
 
     def noting(name: str) -> None:
@@ -337,38 +323,18 @@ def test_arrays_are_synced_before_the_file_refers_to_them(tmp_path: Path, monkey
 
     for name in ("fsync", "rename", "replace"):
         noting(name)
-    save(path, {"a": {"b": Spread(np.full(4, 2))}})
-    monkeypatch.undo()
-    (generation,) = folder.iterdir()
-    moved, published = (
-        next(number for number, (name, _, to) in enumerate(events) if (name, to) == wanted)
-        for wanted in (("rename", str(generation)), ("replace", str(path)))
-    )
-    synced = {inode for name, inode, _ in events[:published] if name == "fsync"}
-    assert [one for one in (path, generation, *generation.rglob("*")) if one.stat().st_ino not in synced] == []
-    synced = {inode for name, inode, _ in events[moved:published] if name == "fsync"}
-    assert {folder.stat().st_ino, tmp_path.stat().st_ino} <= synced
-
-
-def test_a_new_folder_of_arrays_is_synced_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power loss never leaves the file under its name without the folder beside it."""
-    path, events = tmp_path / "c_1", list[tuple[str, str]]()
-
-    def noting(name: str) -> None:
-        real = getattr(os, name)
-
-        def noted(*arguments: Any, **options: Any) -> None:
-            real(*arguments, **options)
-            at = arguments[-1]
-            events.append((name, os.readlink(f"/proc/self/fd/{at}") if name == "fsync" else str(at)))
-
-        monkeypatch.setattr(os, name, noted)
-
-    for name in ("fsync", "rename", "replace"):
-        noting(name)
-    save(path, {"a": Spread(np.full(4, 1))})
-    moved, published = events.index(("rename", f"{path}_gda")), events.index(("replace", str(path)))
-    assert ("fsync", str(tmp_path)) in events[moved:published]
+    for n in (1, 2):
+        events.clear()
+        save(path, {"a": {"b": Spread(np.full(4, n))}})
+        (arrays,) = [folder] if n == 1 else folder.iterdir()
+        moved, published = (
+            next(number for number, (name, _, to) in enumerate(events) if (name, to) == wanted)
+            for wanted in (("rename", str(arrays)), ("replace", str(path)))
+        )
+        synced = {inode for name, inode, _ in events[:published] if name == "fsync"}
+        assert [one for one in (path, arrays, *arrays.rglob("*")) if one.stat().st_ino not in synced] == []
+        synced = {inode for name, inode, _ in events[moved:published] if name == "fsync"}
+        assert {arrays.parent.stat().st_ino, tmp_path.stat().st_ino} <= synced
 
 
 def test_a_folder_of_arrays_without_its_file_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -414,14 +380,11 @@ def test_two_savers_of_one_new_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_failing_rename_leaves_the_old_checkpoint(
-    tmp_path: Path, error: BaseException, links: bool, first: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_failing_rename_of_a_new_checkpoint_leaves_nothing(
+    tmp_path: Path, error: BaseException, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was put beside it is taken out again, also on a file system without hard links."""
+    """Also on a file system without hard links."""
     path = tmp_path / "c_1"
-    if not first:
-        save(path, {"a": Spread(np.full(4, 1))})
     temporary = atomic.temporary_path(str(path))
     write(temporary, {"a": Spread(np.full(4, 2))})
 
@@ -435,12 +398,44 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
         with pytest.raises((StorageError, KeyboardInterrupt)):
             atomic.publish(temporary, str(path))
     atomic.remove_temporary(temporary)
-    assert names(tmp_path) == ([] if first else ["c_1", "c_1_gda"])
-    if not first:
-        assert load(path)[("a",)].tolist() == [1] * 4
-        assert names(f"{path}_gda") == ["a"]
+    assert names(tmp_path) == []
     save(path, {"a": Spread(np.full(4, 3))})
     assert load(path)[("a",)].tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("state", ["whole", "a link that leads nowhere", "zeroed", "cut", "empty"])
+@pytest.mark.parametrize("spread", [True, False])
+@pytest.mark.parametrize("writer", ["fails", "is refused", "dies", "is killed", "is killed before its file"])
+def test_what_was_not_replaced_keeps_its_arrays(
+    state: str, spread: bool, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing can tell that its file refers to them, which may be damaged, or on a mount that is away."""
+    path = tmp_path / "c_1"
+    save(path, {"a": Spread(np.arange(4))})
+    if state == "a link that leads nowhere":
+        path.unlink()
+        path.symlink_to("away")
+    elif state != "whole":
+        path.write_bytes({"zeroed": bytes(path.stat().st_size), "cut": path.read_bytes()[:3], "empty": b""}[state])
+    before = path.readlink() if path.is_symlink() else path.read_bytes()
+    temporary = atomic.temporary_path(str(path))
+    write(temporary, {"a": Spread(np.arange(4)) if spread else 1})
+    if writer == "is killed before its file":
+        os.unlink(temporary)
+    elif writer != "is killed":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda *_: signal.raise_signal(signal.SIGINT))
+            with pytest.raises((KeyboardInterrupt, StorageError)):
+                atomic.publish(temporary, str(path), new=writer == "is refused")
+    if writer in ("fails", "is refused"):
+        atomic.remove_temporary(temporary)
+    else:
+        temporaries.release(temporary)
+        temporaries.release(gda_folder.folder_of(temporary))
+        atomic.remove_stale(str(tmp_path))
+    assert names(tmp_path) == ["c_1", "c_1_gda"]
+    assert (path.readlink() if path.is_symlink() else path.read_bytes()) == before
+    assert (names(f"{path}_gda"), names(f"{path}_gda/a")) == (["a"], [".zarray", "0", "1"])
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -479,3 +474,18 @@ def test_a_name_too_long_to_be_told_by_its_temporary(tmp_path: Path) -> None:
         save(path, {"a": Spread(np.full(4, n))})
         assert load(path)[("a",)].tolist() == [n] * 4
     assert len(names(tmp_path)) == 2
+
+
+def test_a_writer_that_is_killed_before_it_removes_what_it_replaced(tmp_path: Path) -> None:
+    """Its folder tells of it, also where a long name leaves little room."""
+    path = tmp_path / ("n" * 179)
+    save(path, {"a": Spread(np.arange(4))})
+    temporary = atomic.temporary_path(str(path))
+    write(temporary, {"a": Spread(np.arange(4))})
+    folder, generation = gda_folder.folder_of(temporary), temporaries.generation_of(temporary)
+    os.rename(f"{folder}/{generation}", f"{path}_gda/{generation}")
+    os.replace(temporary, path)
+    for left in (temporary, folder):
+        temporaries.release(left)
+    atomic.remove_stale(str(tmp_path))
+    assert (names(f"{path}_gda"), len(names(tmp_path))) == ([generation], 2)

@@ -45,7 +45,7 @@ def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
-        assert temporaries.is_temporary(os.path.basename(process.stdout.readline().strip()))
+        assert temporaries.parse(os.path.basename(process.stdout.readline().strip()))
         yield process
         process.kill()
 

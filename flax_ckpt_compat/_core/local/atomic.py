@@ -143,7 +143,7 @@ def delete(path: str) -> None:
 
 def remove_temporary(temporary: str) -> None:
     """Remove a temporary of this process, with its arrays; a later save removes what this cannot."""
-    for path in (temporary, gda_folder.folder_of(temporary)):
+    for path in (gda_folder.folder_of(temporary), temporary):
         release(path)
         _remove_leftover(path)
 
@@ -156,10 +156,8 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
     restore_set_aside(directory, names)
     certain, removed = ("dead", "perhaps") if force else ("dead",), list[str]()
     for name in names:
-        if not (match := parse(name)):
-            continue
         path = os.path.join(directory, name)
-        if writer_of(match, path) in certain and _remove_leftover(path):
+        if (match := parse(name)) and writer_of(match, path) in certain and _remove_leftover(path):
             removed.append(name)
     return removed
 
@@ -172,8 +170,10 @@ def _remove_leftover(path: str) -> bool:
                 sync_directory(os.path.dirname(path))  # a rename may have replaced it that is not on disk
                 with suppress(*GONE):  # other writers remove it too
                     gda_folder.settle(path)
-                delete(path)
-                return True
+                # Its folder goes first: without the file it would count as that of a published one.
+                if not presence.isdir(folder := gda_folder.folder_of(path)) or _remove_leftover(folder):
+                    delete(path)
+                    return True
     except OSError as error:
         _log.warning("Cannot remove %s, which was replaced, or left by an interrupted save: %s", path, error)
     return False

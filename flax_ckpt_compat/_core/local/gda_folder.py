@@ -65,7 +65,8 @@ def moved(temporary: str, final: str) -> Iterator[None]:
         raise
     try:
         if not is_new:
-            settle(temporary, final)
+            with suppress(*temporaries.GONE):  # other writers remove them, too
+                settle(temporary, final, is_published=True)
             _remove_empty(own)
     except OSError as error:  # the checkpoint itself is complete
         _log.warning("Cannot remove replaced arrays in %s: %s", folder, error)
@@ -73,22 +74,25 @@ def moved(temporary: str, final: str) -> Iterator[None]:
         temporaries.release(own)
 
 
-def settle(temporary: str, final: str | None = None) -> None:
-    """Complete or undo the move of arrays, given the file or folder of a temporary, as the published file says."""
-    final, generation = final or temporaries.destination(temporary), temporaries.generation_of(temporary)
+def settle(temporary: str, final: str | None = None, *, is_published: bool = False) -> None:
+    """Complete or undo the move of arrays, given the file or folder of a temporary, as the published file says.
+
+    A file that was not replaced keeps its arrays, even if it is damaged, or a link that leads nowhere for now."""
+    own = temporary.removesuffix(ARRAYS_POSTFIX) if temporary.endswith(2 * ARRAYS_POSTFIX) else temporary
+    final, generation = final or temporaries.destination(own), temporaries.generation_of(own)
     if final is None or not generation or not presence.isdir(folder := folder_of(final)):
         return
     moved_to, replaced = os.path.join(folder, generation), _replaced_generations(final, generation)
     is_moved = presence.isdir(moved_to)
+    is_published = presence.isfile(final) and (is_published or not (presence.lexists(own) or generation_prefix(own)))
     if is_moved and not _refers(final, generation):
         delete_tree(moved_to)
         sync_directory(folder)  # before the temporary goes, by which it would be found again
-    elif is_moved or (presence.lexists(final) and not _refers(final, ARRAYS_PLACEHOLDER)):
+    elif is_moved or presence.isdir(final) or (is_published and not _refers(final, ARRAYS_PLACEHOLDER)):
         sync_directory(os.path.dirname(final))  # else a power loss brings back the file that refers to others
         for name in replaced:
             delete_tree(os.path.join(folder, name))
-        with suppress(*temporaries.GONE):
-            _remove_arrays(folder)
+        _remove_arrays(folder)
     _remove_empty(folder)
 
 
@@ -105,10 +109,7 @@ def _refers(file: str, text: str) -> bool:
 
 def _replaced_generations(final: str, generation: str) -> list[str]:
     """Return the generations beside one, without those whose writer has a temporary: its file may be renamed next."""
-    try:
-        entries = os.listdir(folder_of(final))
-    except temporaries.GONE:
-        return []
+    entries = os.listdir(folder_of(final))
     # Listed after the entries, so that a generation without a temporary is an old one.
     pending = {temporaries.generation_of(name) for name in os.listdir(os.path.dirname(final) or os.curdir)}
     return [name for name in entries if temporaries.is_generation(name) and name not in {*pending, generation}]
@@ -125,8 +126,7 @@ def remove_orphan(folder: str) -> None:
 
 def _remove_arrays(folder: str) -> None:
     """Remove arrays and the folders that only held arrays; keep generations and everything else."""
-    with os.scandir(folder) as found:
-        entries = list(found)
+    entries = list(os.scandir(folder))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False) and not temporaries.is_generation(entry.name):
             _remove_arrays(entry.path)

@@ -76,13 +76,8 @@ def _boot() -> str:
 
 
 def parse(name: str) -> re.Match[str] | None:
-    """Match a temporary's name (groups ``name``, ``tag``, ``machine``, ``boot``, ``role``)."""
+    """Match a name made by `temporary_path`, in any process (groups: name, tag, machine, boot, role)."""
     return _TEMPORARY.fullmatch(name) if name.startswith(".") else None  # most of thousands of names are steps
-
-
-def is_temporary(name: str) -> bool:
-    """Return whether a name was made by `temporary_path`, in any process."""
-    return parse(name) is not None
 
 
 def destination(temporary: str) -> str | None:
@@ -109,7 +104,7 @@ def is_generation(name: str) -> bool:
 def create_directory(path: str) -> None:
     """Create a directory; lock it until `release` if it is a temporary."""
     os.mkdir(path)
-    while is_temporary(os.path.basename(path)) and not hold(path):
+    while parse(os.path.basename(path)) and not hold(path):
         os.mkdir(path)  # another process took it for a leftover before it was locked
 
 
@@ -117,7 +112,7 @@ def create_file(path: str) -> int:
     """Create a file that does not exist, and return a descriptor to write to; lock a temporary until `release`."""
     while True:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        if not is_temporary(os.path.basename(path)) or hold(path):
+        if not parse(os.path.basename(path)) or hold(path):
             return descriptor
         os.close(descriptor)
 
