@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.storage import Location as Location
@@ -35,17 +36,16 @@ def of_text(path: str) -> Location:
 
 def resolved(path: str) -> Location:
     """Return the location of a path as the file system resolves it: ``..`` after the name of a link leads elsewhere."""
-    return of_text(path) if is_url(path) else Location(os.path.realpath(local(path)))
+    with suppress(ValueError):  # no file can have this name; a save refuses it
+        return of_text(path) if is_url(path) else Location(os.path.realpath(local(path)))
+    return of_text(path)
 
 
 def as_text(path: object, what: str = "path") -> str:
     """Return a caller's path, or prefix, as text; raise ArgumentError if it is neither text nor a path object."""
-    try:
-        text = os.fspath(path)  # type: ignore[call-overload]
-    except TypeError:
-        text = None
-    if isinstance(text, str):
-        return text
+    with suppress(TypeError):
+        if isinstance(text := os.fspath(path), str):  # type: ignore[call-overload]
+            return text
     found, remedy = type(path).__name__, "pass a str or a pathlib.Path"
     if path is None or isinstance(path, (bytes, bool, int, float)):
         found += f": {path!r:.100}"

@@ -252,7 +252,7 @@ def test_what_is_absent_is_absent(tmp_path: Path) -> None:
     manager.wait_previous_save()
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "\ud800", "x" * 200 + "/" + "y" * 5000])
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "\ud800", "x" * 200 + "/" + "y" * 5000, "../\0/x", "../\ud800/x"])
 def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> None:
     """Saves raise errors of ours, whether the directory or the prefix has such a name."""
     for where, prefix in ((tmp_path / name, "checkpoint_"), (tmp_path, name)):
