@@ -119,7 +119,7 @@ class Contents:
     @property
     def counts_for_keep(self) -> bool:
         """Return whether it is one of the checkpoints of which ``keep`` keeps the newest."""
-        return self.state is State.COMPLETE and self.layout not in _NEVER_WRITTEN
+        return self.is_complete and self.layout not in _NEVER_WRITTEN and (self.is_marked or not self.unknown)
 
 
 def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
@@ -281,6 +281,8 @@ def _directory(path: Location, names: set[str]) -> Contents:
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
+    if {"metadata.json", layout.MANIFEST} <= names and not names & {layout.TREE_METADATA, *orbax_trees.ITEMS_MARKERS}:
+        return Contents(path, State.FOREIGN, foreign.names_look_like(names))  # levanter's
     kind, missing, items, unknown = _described(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
     upload = None if kind is Layout.T5X else path.why_unfinished(names)

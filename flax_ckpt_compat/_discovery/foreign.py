@@ -52,6 +52,7 @@ _MAX_SHOWN = 3
 _MAX_FILES = 200  # to look at; a pointer of git-lfs is rarely alone
 SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
 STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read it unless its name is a checkpoint's)"
+_TENSORFLOW = "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"
 _SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
 # To restore from a folder, the best first.
 _READ_SUFFIXES = (".index.json", "flax_model.msgpack", ".msgpack", ".mpk", ".mpack", ".flax", ".npz", ".safetensors")
@@ -65,7 +66,7 @@ _KINDS = (
     (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, and loads"),
     (re.compile(r"\.zarray|zarr\.json"), "an array of zarr, which TensorStore reads"),
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), _TENSORFLOW),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
     (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
     (re.compile(r".*\.(pt|pth|ckpt|bin|distcp)"), "a folder of PyTorch checkpoints, which it reads"),
@@ -92,6 +93,8 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     known = next((what for magic, what in _LOOKS if first.startswith(magic)), None)
     if known is None and _begins_like_container(first):
         return None
+    if path.name.endswith(".index") and first[:1] == b"\0":
+        return _TENSORFLOW
     return known or _text_looks_like(first) or f"{_UNKNOWN_FILE} (it begins with the bytes {first[:6].hex(' ')})"
 
 

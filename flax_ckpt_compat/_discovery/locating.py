@@ -105,13 +105,14 @@ def _exists(path: Location) -> bool:
     if (is_there := path.exists()) or path.is_remote:
         return is_there
     try:
-        path.parent.restore_set_aside(path.parent.listdir())
+        names = path.parent.listdir()
     except ValueError:  # a NUL in the path
         return False
     except StorageError as error:
         if is_denied(error) or error.errno in CANNOT_BE_THERE:
             return False
         raise
+    path.parent.restore_set_aside(names)
     return path.exists()
 
 

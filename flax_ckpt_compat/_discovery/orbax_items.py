@@ -67,7 +67,7 @@ def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str]:
     Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
     handlers = (_record(path, names) or {}).get("item_handlers")
     if isinstance(handlers, str):
-        return {"": handlers}
+        return {"": handlers} if handlers else {}
     found = handlers.items() if isinstance(handlers, dict) else ()
     return {name: handler for name, handler in found if name and isinstance(handler, str)}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from flax_ckpt_compat import checkpoints, save
+from flax_ckpt_compat import checkpoints, restore, save
 from flax_ckpt_compat.cli import main
 from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
 from tests.support.saves import set_aside, use_flag
@@ -118,6 +118,17 @@ def test_a_checkpoint_without_markers(runs: Path, folder: str, name: str) -> Non
     item.chmod(0)
     with pytest.raises(StorageError, match=f"{name} could not be listed: Permission denied; check the permissions"):
         checkpoints.restore_checkpoint(runs / folder, {"w": np.zeros(3)})
+
+
+def test_what_cannot_be_put_back(runs: Path) -> None:
+    """A checkpoint that a dead writer set aside is told: a program must not begin anew."""
+    (runs / "b").mkdir()
+    save(runs / "b" / "checkpoint_7", _TARGET)
+    set_aside(runs / "b" / "checkpoint_7")
+    (runs / "b").chmod(0o555)
+    for restores in (checkpoints.restore_checkpoint, restore):
+        with pytest.raises(StorageError, match="Permission denied"):
+            restores(runs / "b" / "checkpoint_7", _TARGET)
 
 
 _CALLS = ("stat", "lstat", "listdir", "open")

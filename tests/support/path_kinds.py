@@ -356,6 +356,13 @@ def _array(path: Path, value: np.ndarray[Any, Any]) -> None:
     ts.open({**spec, "metadata": {"shape": value.shape}}, create=True).result().write(value).result()
 
 
+def _pax(path: Path) -> None:
+    """Pax's layout without OCDBT: a JSON item, and arrays that are named by their key paths."""
+    (path / "metadata").mkdir(parents=True)
+    (path / "metadata" / "metadata").write_text('{"version": 1.1}')
+    _array(path / "state" / "mdl_vars.params.w", PARAMS["w"])
+
+
 def _msgpack(path: Path, tree: Any = TREE) -> None:
     path.write_bytes(serialization.to_bytes(tree))
 
@@ -479,6 +486,7 @@ FOLDERS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "folder of .mpack": {"params.mpack": _msgpack, "state.mpack": _msgpack},
     "TensorFlow": {"checkpoint": _words('model_checkpoint_path: "ckpt-6"\n'), "ckpt-6.index": _words("x"),
                    "ckpt-6.data-00000-of-00001": _words("y")},
+    "levanter": {"manifest.ocdbt": _words("x"), "d/0": _words("y"), "metadata.json": _words('{"step": 6}')},
     "CLU": {
         "checkpoint": _words('model_checkpoint_path: "ckpt-6"\n'),
         "ckpt-6.flax": _msgpack,
@@ -550,6 +558,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "T5X": _t5x,
     "T5X, gfile": lambda path: _t5x(path, {"driver": "gfile"}),
     "T5X, gcs": lambda path: _t5x(path, {"driver": "gcs", "bucket": "t5-data"}),
+    "Pax": _pax,
     "stream": _several_objects,
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},

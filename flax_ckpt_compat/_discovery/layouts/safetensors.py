@@ -49,7 +49,8 @@ class SafetensorsReader(WholeReader):
         """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
         self.location = location.unlisted()
         leaves: dict[Path, Any] = {}
-        files = files_of(self.location, ".safetensors") if location.name.endswith(".json") else [self.location]
+        is_index = location.name.endswith(".safetensors.index.json")
+        files = files_of(self.location, ".safetensors") if is_index else [self.location]
         self._sources: list[Source] = []
         for file, source, header in in_parallel(self._open, files):
             for path, leaf in self._leaves(file, source, header):
@@ -112,7 +113,8 @@ class SafetensorsReader(WholeReader):
         dtype = dtype_from_name(known) if known else None
         nbytes = stop - start if dtype is None else nbytes_of(shape, dtype)
         if stop > source.size - data or stop - start != nbytes or nbytes < 0 or data + start != begin:
-            raise damaged(file, f"{name} has bytes {start} to {stop} of {source.size - data}, not its {nbytes}", name)
+            found = f"{start} to {stop} of {source.size - data}, and needs {nbytes} from {begin - data}"
+            raise damaged(file, f"{name} has bytes {found}", name)
         if dtype is not None:
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
         what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have"
