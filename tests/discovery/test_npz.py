@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import signal
 import struct
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,39 @@ def test_arrays_and_parts_of_them(written: tuple[Path, Write]) -> None:
         parts = [ArraySlice(leaves[name], index) for name, index in PARTS]
         for (name, index), found in zip(PARTS, leaves["int8_0"].reader.read(parts), strict=True):
             np.testing.assert_array_equal(found, tree[name][index])
+
+
+def test_a_damaged_array_hides_no_other(tmp_path: Path) -> None:
+    """It is told when it is asked for, and by `verify`."""
+    np.savez(tmp_path / "a.npz", bad=np.full(3, 7.25), good=np.ones(3))
+    content = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(content.replace(np.full(3, 7.25).tobytes(), np.full(3, 7.5).tobytes()))
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz", {"good": np.zeros(3)}), {"good": np.ones(3)})
+    with pytest.raises(errors.CorruptCheckpointError, match="bad does not decode"):
+        flax_ckpt_compat.restore(tmp_path / "a.npz")
+    (found,) = flax_ckpt_compat.verify(tmp_path / "a.npz").checkpoints
+    assert {leaf.path: leaf.state for leaf in found.leaves} == {"good": "ok", "bad": "damaged"}
+
+
+def test_processes_and_threads_read_at_positions_of_their_own(tmp_path: Path) -> None:
+    """A fork while other threads read neither waits for them, nor moves them."""
+    np.savez(tmp_path / "a.npz", **{str(number): np.full(50_000, number) for number in range(4)})
+    with flax_ckpt_compat.open_checkpoint(tmp_path / "a.npz") as view, ThreadPoolExecutor(2) as threads:
+        expected, others = view.read(), [threads.submit(lambda: [view.read() for _ in range(5)]) for _ in range(2)]
+        children = []
+        for _ in range(2):
+            if not (child := os.fork()):
+                with suppress(BaseException):
+                    signal.alarm(60)  # ends a child that waits for ever
+                    for _ in range(5):
+                        assert_same(view.read(), expected)
+                    os._exit(0)
+                os._exit(1)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * 2
+        for one in others:
+            for found in one.result():
+                assert_same(found, expected)
 
 
 def test_what_replaces_a_file_is_not_mixed_in(written: tuple[Path, Write]) -> None:

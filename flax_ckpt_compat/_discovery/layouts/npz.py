@@ -12,7 +12,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.lib import format as npy
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -31,11 +32,12 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Node, from_leaves
 from flax_ckpt_compat._discovery.layouts.layout import WholeReader, check_depth, damaged, nbytes_of
 
 _SUFFIX = ".npy"
-_PIECE = 16 * 2**20
+_PIECE, _BUFFER = 16 * 2**20, 64 * 2**10
 _ENCRYPTED = 1  # a flag
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _BAD_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError)
@@ -43,44 +45,37 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, 
 
 
 class NpzReader(WholeReader):
-    """Reader of one file, by Python's zipfile; in a store, of its bytes in memory. Locators are members."""
+    """Reader of one file, by Python's zipfile; locators are members."""
 
     def __init__(self, location: Location):
         """Read the archive's directory, and the header of each array."""
         self.location = location.unlisted()
-        self._one_at_a_time = threading.Lock()  # the archive is not safe for several threads
-        with self._naming_damage(), ExitStack() as on_failure:
-            in_store = io.BytesIO(self.location.read()) if self.location.is_remote else None
-            self._file: IO[bytes] = on_failure.enter_context(in_store or open(self.path, "rb"))  # noqa: SIM115
-            self._archive = on_failure.enter_context(zipfile.ZipFile(self._file))
-            members = self._archive.infolist()
+        self._source = self.location.open_file()
+        with self._naming_damage():
+            self._archive = _Archive(self._source)
+            members = self._archive.zipped.infolist()
             if len({member.filename for member in members}) < len(members):
                 raise ValueError("a name twice")
-            self.tree = _tree([self._leaf(member) for member in members])
-            on_failure.pop_all()
+            self._at_once = 1 if self._source.is_local else self._source.threads
+            self.tree = _tree(in_parallel(self._leaf, members, self._at_once))
 
     def _leaf(self, member: zipfile.ZipInfo) -> LeafHandle:
         name = member.filename.removesuffix(_SUFFIX)
         check_depth(self.location, name.count("/") + 1)
         if name == member.filename or member.flag_bits & _ENCRYPTED:
             return self._refused(name, member, "is no array" if name == member.filename else "is encrypted")
-        with self._archive.open(member) as stream:
-            if (version := npy.read_magic(stream)) not in _HEADERS:
-                raise ValueError(f"the version {version} of the .npy format")
-            try:
-                shape, _, dtype = _HEADERS[version](stream)
-            except _BAD_HEADER as error:
-                raise ValueError("a header that does not decode") from error
-            length = stream.tell()
-        if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
-            dtype = dtype_from_name("bfloat16")
-        if dtype.hasobject:
-            return self._refused(name, member, "holds Python objects (a pickle), and unpickling runs code")
-        if not is_storable(dtype) or not dtype.itemsize:
-            return self._refused(name, member, f"is of the dtype {dtype}")
-        nbytes = nbytes_of(shape, dtype)
-        if length + nbytes != member.file_size:
-            raise ValueError(f"{name} has {member.file_size - length} bytes, and needs {nbytes}")
+        try:
+            with self._naming_damage(name), self._archive.zipped.open(member) as stream:
+                shape, _, dtype = _header(stream)
+                if dtype.hasobject:
+                    return self._refused(name, member, "holds Python objects (a pickle), and unpickling runs code")
+                if not is_storable(dtype) or not dtype.itemsize:
+                    return self._refused(name, member, f"is of the dtype {dtype}")
+                length, nbytes = member.file_size - stream.tell(), nbytes_of(shape, dtype)
+                if length != nbytes:
+                    raise ValueError(f"{length} bytes instead of {nbytes}")
+        except CorruptCheckpointError as error:  # the others may be whole
+            return LeafHandle((name,), LeafKind.UNSUPPORTED, (), None, member.file_size, name, self, error)
         return LeafHandle((name,), LeafKind.ARRAY, tuple(map(int, shape)), dtype, nbytes, name, self, member)
 
     def _refused(self, name: str, member: zipfile.ZipInfo, what: str) -> LeafHandle:
@@ -91,15 +86,20 @@ class NpzReader(WholeReader):
 
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
         """See `WholeReader.read_whole`."""
-        return list(map(self._array, leaves))
+        return in_parallel(self._array, leaves, self._at_once)
 
     def _array(self, leaf: LeafHandle) -> np.ndarray[Any, Any]:
         assert leaf.dtype is not None
-        array = memory.empty(leaf.shape, leaf.dtype)
         with self._content(leaf) as stream:
-            array[...] = npy.read_array(stream, allow_pickle=False).view(leaf.dtype)
+            is_fortran = _header(stream)[1]
+            array = memory.empty(leaf.shape[::-1] if is_fortran else leaf.shape, leaf.dtype)
+            missing = memory.as_bytes(array)
+            while missing:
+                if not (count := stream.readinto(missing[:_PIECE])):  # type: ignore[attr-defined]
+                    raise EOFError("it ends within the array")
+                missing = missing[count:]
         self.meter.add(array.nbytes, leaf.path)
-        return array
+        return array.T.copy() if is_fortran else array
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
@@ -112,20 +112,18 @@ class NpzReader(WholeReader):
         return True
 
     def close(self) -> None:
-        """Close the archive."""
-        self._archive.close()
-        self._file.close()
+        """Close the file."""
+        self._source.close()
 
     @contextmanager
     def _content(
         self, leaf: LeafHandle, error: type[CorruptCheckpointError] = CorruptCheckpointError
     ) -> Iterator[IO[bytes]]:
         """Open the member of an array."""
-        with self._naming_damage(leaf.name, error), self._one_at_a_time:
-            if self._file.closed:
-                raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
-            with self._archive.open(leaf.locator) as stream:
-                yield stream
+        if self._source.is_closed:
+            raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
+        with self._naming_damage(leaf.name, error), self._archive.zipped.open(leaf.locator) as stream:
+            yield stream
 
     @contextmanager
     def _naming_damage(
@@ -138,6 +136,48 @@ class NpzReader(WholeReader):
             if isinstance(cause, CheckpointError):
                 raise
             raise damaged(self.location, f"{leaf or 'it'} does not decode ({cause!r:.200})", leaf, error) from cause
+
+
+class _Archive(threading.local):
+    """An archive as one thread reads it, at a position of its own, which no other thread or process moves."""
+
+    def __init__(self, source: Source):
+        self.zipped = zipfile.ZipFile(io.BufferedReader(_Stream(source), _BUFFER))
+
+
+class _Stream(io.RawIOBase):
+    """One version of a file as a stream that can be searched."""
+
+    def __init__(self, source: Source):
+        self._source, self._at = source, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        some = memoryview(target)[: max(self._source.size - self._at, 0)]
+        count = self._source.fill(some, self._at) if some else 0
+        self._at += count
+        return count
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read shape, whether the order is Fortran's, and dtype, from the beginning of an ``.npy`` file."""
+    if (version := npy.read_magic(stream)) not in _HEADERS:
+        raise ValueError(f"the version {version} of the .npy format")
+    try:
+        shape, is_fortran, dtype = _HEADERS[version](stream)
+    except _BAD_HEADER as error:
+        raise ValueError("a header that does not decode") from error
+    is_raw = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
+    return shape, is_fortran, dtype_from_name("bfloat16") if is_raw else dtype
 
 
 def _tree(leaves: Sequence[LeafHandle]) -> Node:
