@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ class DataFiles:
         """Begin to write what was added."""
         if self._batch:
             if not self._n_batches:
-                os.makedirs(os.path.join(self._path, DATA_DIRECTORY), exist_ok=True)
+                _make_folder(self._path)
             self._tasks.append((self._pool.submit(self._write, self._batch), self._batch_nbytes))
             self._batch, self._batch_nbytes, self._n_batches = [], 0, self._n_batches + 1
 
@@ -203,12 +204,18 @@ def new_name() -> str:
     return f"{DATA_DIRECTORY}/{os.urandom(16).hex()}"
 
 
+def _make_folder(path: str) -> None:
+    """Make the folder of data files; the database itself may have been removed, and is not made anew."""
+    with suppress(FileExistsError):
+        os.mkdir(os.path.join(path, DATA_DIRECTORY))
+
+
 def write_index(path: str, entries: list[Entry]) -> None:
     """Write the index of a database, whose data files are written, and sync all names of these and the index itself."""
     file, folder = new_name(), os.path.join(path, DATA_DIRECTORY)
     with memory.pause_gc():
         nodes, manifest = encode_index(entries, file)
-    os.makedirs(folder, exist_ok=True)
+    _make_folder(path)
     write_file(os.path.join(path, file), nodes)
     sync_directory(folder)
     write_file(os.path.join(path, MANIFEST), manifest)

@@ -30,6 +30,7 @@ HEADER_NBYTES = 14  # magic, length, version, compression
 _NOWHERE = 2**64 - 1
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 _MAX_DECODED_BYTES = 1 << 28
+_NO_FILE_BYTES = 1 << 62  # no file is so long
 _MAX_NAME, _BYTES_PER_NAME = 65535, 100  # OCDBT's limit of keys and paths; memory besides its bytes
 
 Entry = tuple[bytes, bytes | ByteRange]
@@ -168,6 +169,8 @@ def _ranges(files: Sequence[str], numbers: list[int], offsets: list[int], length
     """Return byte ranges; each file is given by its number in the table."""
     if max(numbers, default=-1) >= len(files):
         raise ValueError(f"one of {len(files)} files was expected, found number {max(numbers)}")
+    if max(offsets, default=0) + max(lengths, default=0) >= _NO_FILE_BYTES:
+        raise ValueError(f"a place in a file was expected, found the byte {max(offsets)}")
     rows = zip(map(files.__getitem__, numbers), offsets, lengths, strict=True)
     # Without Python code for each: a checkpoint of many hosts has millions.
     return list(map(tuple.__new__, itertools.repeat(ByteRange), rows))

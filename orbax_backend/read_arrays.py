@@ -165,6 +165,9 @@ class ArrayReader:
             with contextlib.ExitStack() as opened:
                 sources = [(self._open(group[0], opened), group) for group in groups[start : start + step]]
                 reads = [piece.range_of(source) for source, group in sources for piece in group]
+                for read in () if is_remote else reads:  # before memory of a claimed length is taken
+                    if read.offset + read.nbytes > read.source.size:
+                        raise self._ended(read)
                 runs = neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES)
                 read_runs(runs, deliver, self._ended, meter, check)
 

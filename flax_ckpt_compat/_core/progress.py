@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from flax_ckpt_compat._core.errors import is_of_handler
@@ -189,8 +189,9 @@ def bar(report: Progress) -> None:
         what = f"{report.doing[:-1]}ing {printable(os.path.basename(report.path), one_line=True)}  {what:{_NAME_WIDTH}}"
     rate = format_size(report.done / max(report.seconds, 1e-3))
     text = f"{what}  {'#' * int(_BAR_WIDTH * part):.<{_BAR_WIDTH}} {part:4.0%}  {rate}/s"
-    width = shutil.get_terminal_size().columns - 1
-    ends = report.finished or report.error is not None
+    width, ends = shutil.get_terminal_size().columns - 1, report.finished or report.error is not None
+    with suppress(AttributeError, OSError, ValueError):  # the size of standard output, if this is no descriptor
+        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
     try:
         # A name that is wider on the terminal than here, and its bar, may take two lines.
         print(f"\r{'' if ends else text[:width]:{width}}", end="\r", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import heapq
 import itertools
 import logging
 import re
@@ -20,6 +21,7 @@ MAX_SHOWN = 20
 # Python refuses to convert numbers of thousands of digits.
 _NUMBER = re.compile(r"(\d{1,15})", re.ASCII)
 _MAX_RUNS = 6
+_MAX_COMPARED = 40  # names: difflib is slow, so of more those that share the most pairs of letters
 # Such as attn and attention; encoder and Dense_0 are less alike.
 _AKIN = 0.6
 
@@ -136,7 +138,7 @@ def _products(group: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
         for product in products:
             joined.setdefault((product[:at], product[at + 1 :]), []).append(product[at])
         products = {
-            (*before, tuple(itertools.chain(*sets)), *after): [
+            (*before, tuple(sorted(itertools.chain(*sets))), *after): [
                 row for one in sets for row in products[(*before, one, *after)]
             ]
             for (before, after), sets in joined.items()
@@ -174,6 +176,10 @@ def nearest(wanted: str, names: Iterable[str]) -> list[str]:
         for name, path in paths.items()
         if path[-1].isdecimal() or not ours[-1].isdecimal()
     ]
+    if len(found) > _MAX_COMPARED:
+        pairs = set(map(str.__add__, wanted, wanted[1:]))
+        shared = {name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1) for name in found}
+        found = heapq.nlargest(_MAX_COMPARED, found, key=shared.__getitem__)
     akin = [name for name in found if _are_akin(ours, paths[name])]
     return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
 

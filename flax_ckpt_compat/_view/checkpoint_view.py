@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import arguments, memory, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.text_formatting import Row, listed, nearest, printable
+from flax_ckpt_compat._core.text_formatting import MAX_SHOWN, Row, listed, nearest, printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout
@@ -182,7 +182,8 @@ class Checkpoint(_Shown):
         missing = tuple(path if isinstance(path, str) else show_path(path) for path in wanted if path not in found)
         if missing:
             names = [show_path(path) for path, _ in iter_leaves(self._root)]
-            rows = [Row((path,), (", ".join(nearest(path, names)) or "nothing like it",)) for path in missing]
+            near = {path: ", ".join(nearest(path, names)) or "nothing like it" for path in missing[:MAX_SHOWN]}
+            rows = [Row((path,), (near.get(path, ""),)) for path in missing]
             title = f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():"
             raise MissingLeavesError("\n".join([title, *listed(rows)]), path=self.path, missing=missing)
         return from_leaves(leaves, self._root)  # a sequence with gaps becomes a dict of the indices

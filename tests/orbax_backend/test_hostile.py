@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax_ckpt_compat.orbax_backend.files import ByteRange
+from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
+from flax_ckpt_compat.orbax_backend.ocdbt_encode import encode_index
 
-from flax_ckpt_compat import open_checkpoint, plan_restore, restore, verify
+from flax_ckpt_compat import checkpoints, open_checkpoint, plan_restore, restore, verify
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, KindMismatchError, UnrecognizedFormatError
+from flax_ckpt_compat._core.location import location_of
 from tests.support.orbax_trees import change_metadata, load, save
 
 MARKER = {"value_type": "None", "skip_deserialize": True}
@@ -248,3 +252,22 @@ def test_unknown_types_are_not_guessed_at(files: Path, value_type: str, skipped:
     if not skipped:
         with pytest.raises(ValueError, match="TypeHandler"):
             ocp.PyTreeCheckpointer().restore(files)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(2**63, 8), (2**64 - 8, 8), (2**62, 8), (0, 2**40)])
+def test_places_that_no_file_has_are_damage(tmp_path: Path, offset: int, length: int) -> None:
+    """No memory is asked for; the index itself is sound, and readers, look-ups and reports say what is wrong."""
+    path = tmp_path / "checkpoint_1"
+    ocp.PyTreeCheckpointer().save(path, {"a": np.random.default_rng(0).random(4000)})
+    entries = read_entries(location_of(str(path))).items()
+    assert any(isinstance(value, ByteRange) for _, value in entries)
+    lies = [
+        (key, ByteRange(value.file, offset, length) if isinstance(value, ByteRange) else value)
+        for key, value in entries
+    ]
+    nodes, manifest = encode_index(lies, name := f"d/{'0' * 32}")
+    (path / name).write_bytes(nodes)
+    (path / "manifest.ocdbt").write_bytes(manifest)
+    with pytest.raises(CorruptCheckpointError):
+        restore(path)
+    assert checkpoints.latest_checkpoint(tmp_path) == str(path) and not verify(path).ok
