@@ -51,6 +51,8 @@ def parse_stream(window: Window, reader: Reader) -> Node:
     scanner, count = Scanner(window), 0
     with _naming_damage(window):
         while window.base + window.at < window.size:
+            if window.tag() != 0x92:  # at once: all that follows would be scanned
+                raise window.corrupt("an object that is no pair of a key path and bytes")
             scanner.value()
             count += 1
         pairs = _unpacked(msgpack.Packer().pack_array_header(count) + scanner.skeleton, scanner.found)

@@ -169,3 +169,18 @@ def test_an_object_that_is_lost_while_it_is_read(bucket: Bucket) -> None:
             bucket.delete(key)
         with pytest.raises(CorruptCheckpointError, match="'w'"):
             opened.read("w")
+
+
+def test_a_removal_whose_answer_is_lost_stays_one(bucket: Bucket) -> None:
+    """The commit file is deleted, and the answer does not come: the newer step that was replaced is not the latest."""
+    save(bucket, 9)
+    lost = iter([True])
+
+    def rule(method: str, path: str) -> s3.Fault:
+        return "lose" if method == "DELETE" and "commit_success" in path and next(lost, False) else ""
+
+    with bucket.proxy.failing(rule):
+        checkpoints.save_checkpoint(f"{bucket.url}/run", state(5), 5, overwrite=True)
+    assert next(lost, False) is False
+    assert checkpoints.latest_checkpoint(f"{bucket.url}/run").endswith("/checkpoint_5")
+    assert load(f"{bucket.url}/run/checkpoint_5")["step"] == 5

@@ -121,11 +121,8 @@ def _uncommit(url: str, found: Files) -> Files:
     # What is being saved there ends. What began after the folder was listed, and so is not removed, need not end.
     marker = new_marker(time_of(last) + 1 if last else int(time.time()))
     version = client.put(f"{url}/{marker}", b"")
-    if COMMIT_FILE in found:
-        is_ours = client.delete(commit_file, found[COMMIT_FILE].version)
-    else:
-        is_ours = client.find(commit_file) is None
-    if not is_ours:
+    is_ours = COMMIT_FILE in found and client.delete(commit_file, found[COMMIT_FILE].version)
+    if not is_ours and client.find(commit_file) is not None:  # else an answer was lost, and it is gone
         client.delete(f"{url}/{marker}")
         return {}
     return {name: stat for name, stat in found.items() if name != COMMIT_FILE} | {marker: Stat(0, version)}

@@ -62,7 +62,10 @@ class HubClient(Client):
         except Exception as error:
             if isinstance(error, CheckpointError) or is_of_handler(error):
                 raise
-            raise not_found(url) if type(error).__name__ in _MISSING else self.failure(error, url, "read") from error
+            kind, name = type(error).__name__, _resolve(url)["repo_id"]
+            lost = f"there is no repository {name!r} or revision, or no access to it: check the name and HF_TOKEN"
+            remedy = lost if kind in ("RepositoryNotFoundError", "RevisionNotFoundError") else ""
+            raise not_found(url) if kind in _MISSING else self.failure(error, url, "read", remedy) from error
 
 
 def _package(url: str) -> Any:
