@@ -155,9 +155,9 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
             names = os.listdir(directory)
     restore_set_aside(directory, names)
     certain, removed = ("dead", "perhaps") if force else ("dead",), list[str]()
-    for name in names:
+    for name, match in [(name, match) for name in names if (match := parse(name))]:
         path = os.path.join(directory, name)
-        if (match := parse(name)) and writer_of(match, path) in certain and _remove_leftover(path):
+        if writer_of(match, path) in certain and _remove_leftover(path):
             removed.append(name)
     return removed
 
