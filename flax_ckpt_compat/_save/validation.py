@@ -123,7 +123,7 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
         return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
     found = contents.contents_of(path)
     if found.state is State.FOREIGN:
-        return f"it is not a checkpoint of Flax or Orbax, but found like {found.why}"
+        return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
     if strict:
         try:
             opening.open_item(orbax_items.Item(Format.MSGPACK, path)).close()
@@ -134,7 +134,7 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
         return None
     may_go = found.may_be_removed(with_items=request.orbax_checkpointer is not None)
     if found.is_complete and not may_go and found.layout is not None:
-        return f"it is not certainly one checkpoint of Flax or Orbax (it found like {found.layout.value})"
+        return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
     return None
 
 

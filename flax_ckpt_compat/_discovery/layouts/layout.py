@@ -1,4 +1,4 @@
-"""What the readers of other programs' files share: whole arrays, their errors, and the files that an index names."""
+"""Define what readers of other programs' files share: whole arrays, errors, and the files that an index names."""
 
 from __future__ import annotations
 
