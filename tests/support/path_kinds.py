@@ -357,10 +357,11 @@ def _array(path: Path, value: np.ndarray[Any, Any]) -> None:
 
 
 def _pax(path: Path) -> None:
-    """Pax's layout without OCDBT: a JSON item, and arrays that are named by their key paths."""
+    """Pax's layout without OCDBT: a JSON item, arrays that are named by their key paths, and a file written last."""
     (path / "metadata").mkdir(parents=True)
     (path / "metadata" / "metadata").write_text('{"version": 1.1}')
     _array(path / "state" / "mdl_vars.params.w", PARAMS["w"])
+    (path / "commit_success.txt").touch()
 
 
 def _msgpack(path: Path, tree: Any = TREE) -> None:
