@@ -48,8 +48,6 @@ class EncodedLeaf:
 
     def whole(self) -> np.ndarray[Any, Any]:
         """Return the whole array in host memory and C order, with the stored dtype."""
-        if self.write_shape == self.shape and not isinstance(self.source, HostCopy):
-            return self._stored_form(np.asarray(self.source, order="C"))  # each device has all of it: nothing to ask
         return self._stored_form(_whole(self.source))
 
     def written_by_one(self, *, is_here: bool) -> EncodedLeaf:
@@ -78,9 +76,8 @@ class EncodedLeaf:
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(
-        tree.on_host(source) if isinstance(source, HostCopy) or is_jax_array(source) else source, order="C"
-    )
+    is_placed = isinstance(source, HostCopy) or is_jax_array(source)
+    return np.asarray(tree.on_host(source) if is_placed else source, order="C")
 
 
 class Encoder:
@@ -94,7 +91,7 @@ class Encoder:
         self._shardings = Memo[tuple[Any, dict[Any, tuple[tuple[int, ...], bool]]]](lambda sharding: (sharding, {}))
 
     def encode(self, leaf: Any, path: Path) -> EncodedLeaf:
-        """Encode a leaf; see the function `encode`."""
+        """Return what the function `encode` does, quickly for plain arrays."""
         kind = type(leaf)
         if kind is np.ndarray and self._is_plain[leaf.dtype] and leaf.ndim <= MAX_RANK:
             return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
@@ -164,18 +161,13 @@ def _python_value(leaf: Any, keystr: str) -> EncodedLeaf:
             return encode_text_as_bytes(text)
         return EncodedLeaf(STRING, _BYTE, (), text)
     if isinstance(leaf, int | float):
-        name = "?" if isinstance(leaf, bool) else "<f8" if isinstance(leaf, float) else _int_dtype(leaf, keystr)
+        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+            raise _unsupported(keystr, f"an int of {leaf.bit_length()} bits (64 are possible)")
+        whole = "<u8" if leaf >= 2**63 else "<i8"
+        name = "?" if isinstance(leaf, bool) else "<f8" if isinstance(leaf, float) else whole
         return EncodedLeaf(SCALAR, np.dtype(name), (), np.array(leaf, name))
     # As an array, because StandardCheckpointer cannot restore a complex scalar (Orbax 0.12.8, measured).
     return EncodedLeaf(NP_ARRAY, np.dtype("<c16"), (), np.array(leaf, "<c16"), LeafType(LeafKind.COMPLEX))
-
-
-def _int_dtype(value: int, keystr: str) -> str:
-    if -(2**63) <= value < 2**63:
-        return "<i8"
-    if 0 <= value < 2**64:
-        return "<u8"
-    raise _unsupported(keystr, f"an int of {value.bit_length()} bits (64 are possible)")
 
 
 def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
@@ -218,7 +210,8 @@ def _array(array: Any, value_type: str, keystr: str, sharding: Any = None) -> En
     dtype, shape = np.dtype(array.dtype), tuple(array.shape)
     annotation, stored, view = None, shape, dtype
     if zarr_name(dtype) is None:
-        _refuse_unstorable(dtype, keystr)
+        if not _is_storable(dtype):
+            raise _unsupported(keystr, f"an array of dtype {dtype!r}")
         annotation, unsigned = LeafType(dtype=dtype_name(dtype)), _unsigned_dtype(dtype)
         stored, view = (shape, unsigned) if unsigned is not None else ((*shape, dtype.itemsize), _BYTE)
     if len(stored) > MAX_RANK:
@@ -236,11 +229,10 @@ def _unsigned_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     return None if dtype.kind in "US" else _UNSIGNED.get(dtype.itemsize)
 
 
-def _refuse_unstorable(dtype: np.dtype[Any], keystr: str) -> None:
+def _is_storable(dtype: np.dtype[Any]) -> bool:
     with contextlib.suppress(ValueError):
-        if is_storable(dtype) and dtype_from_name(dtype_name(dtype)) == dtype:
-            return
-    raise _unsupported(keystr, f"an array of dtype {dtype!r}")
+        return is_storable(dtype) and dtype_from_name(dtype_name(dtype)) == dtype
+    return False
 
 
 def _unsupported(

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
-from flax_ckpt_compat._core.local import syncing
 from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
-from flax_ckpt_compat._core.local.temporaries import create_directory
+from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 AT_ONCE = 16  # requests to a store
@@ -61,24 +59,6 @@ class CheckpointFiles:
         """Return the size of a local file, None for all else; raise if its path leads out, or it is not regular."""
         refuse_escape(relative, self._path)
         return None if self._local is None else self._local.check(relative)
-
-
-def make_directory(path: str) -> None:
-    """Create a directory in an existing one."""
-    with translated(path, "created"):
-        create_directory(path)
-
-
-def sync_directory(path: str) -> None:
-    """Sync the entries of a directory."""
-    with translated(path, "synced"):
-        syncing.sync_directory(path)
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Write and sync a new file."""
-    with translated(path, "written"):
-        syncing.write_file(path, data)
 
 
 def write_files(contents: Mapping[str, bytes]) -> None:

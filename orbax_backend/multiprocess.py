@@ -14,6 +14,8 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathErr
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import files_below
+from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
+from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.upload import Upload
@@ -23,11 +25,10 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import show_path
 
 from . import writer
-from .data_file_writer import write_index
 from .encode_leaves import EncodedLeaf
-from .files import AT_ONCE, make_directory, sync_directory, write_file, write_files
+from .files import AT_ONCE, write_files
 from .ocdbt import Entries, read_entries
-from .ocdbt_writer import metadata_of
+from .ocdbt_writer import metadata_of, write_index
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
@@ -53,7 +54,7 @@ def write(save: ProcessSave) -> None:
             path=path,
         )
     own = os.path.join(path, _name_of(process.index, upload))
-    make_directory(own)
+    create_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
     record = Record() if options.checksums else None
@@ -85,8 +86,7 @@ def finish(save: ProcessSave) -> None:
     if upload is not None:
         in_parallel(upload.delete_harmless, [f"{name}/{layout.PROCESS_DONE}" for name in names])
         names = names[:1]
-    with translated(path, "written"):
-        in_parallel(os.unlink, [os.path.join(path, name, layout.PROCESS_DONE) for name in names])
+    in_parallel(os.unlink, [os.path.join(path, name, layout.PROCESS_DONE) for name in names])
     writer.commit(path, plan, plan.record if options.checksums else None)
 
 

@@ -61,7 +61,8 @@ class _Planner:
     """Adds the entries of a tree to a plan."""
 
     def __init__(self, plan: SavePlan, multiprocess: bool) -> None:
-        self._plan, self._names, self._encoder = plan, _NameRegistry(), Encoder(multiprocess)
+        self._plan, self._encoder = plan, Encoder(multiprocess)
+        self._paths: dict[str, Path] = {}  # of leaves, by the prefixes of their keys
 
     def add(self, node: Node, keys: Keys, path: Path) -> None:
         """Add a node and all below it, in stored order."""
@@ -76,13 +77,20 @@ class _Planner:
             self.add(node.children[name], (*keys, (name, sequence)), (*path, name))
 
     def _add_entry(self, node: Node, keys: Keys, path: Path) -> None:
-        plan = self._plan
+        plan, name = self._plan, leaf_name(path)
+        if not name.isascii() or len(name) > _MAX_NAME:
+            _check_name(name, path)
         if node is None or isinstance(node, Branch):
-            self._names.check(path)
             marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else NONE
-            plan.entries.append(Entry(keys, leaf_name(path), marker=marker))
+            plan.entries.append(Entry(keys, name, marker=marker))
             return
-        name = self._names.add(path)
+        other = self._paths.setdefault(layout.key_prefix(name), path)
+        if other is not path:
+            raise NameCollisionError(
+                f"the leaves {show_path(other)!r} ({other!r}) and {show_path(path)!r} ({path!r}) would both be stored "
+                f"as {name!r}, so one would be lost; rename one of them",
+                leaf=show_path(path),
+            )
         stored = self._encoder.encode(node, path)
         if stored.value_type == STRING and not _put_string(plan.strings, name, stored.source):
             stored = encode_text_as_bytes(stored.source)
@@ -94,6 +102,20 @@ class _Planner:
             plan.arrays.append((entry, stored))
         if stored.value_type == JAX_ARRAY:
             plan.jax_arrays.append((name, stored))
+
+
+def _check_name(name: str, path: Path) -> None:
+    """Raise if a name is not valid Unicode, or too long."""
+    keystr = show_path(path)
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        keystr = keystr.encode(errors="backslashreplace").decode()
+        what = f"the key path {keystr} holds half a surrogate pair, which has no UTF-8 form; rename the key"
+        raise UnsupportedLeafError(what, leaf=keystr) from error
+    if size > _MAX_NAME:
+        what = f"the key path {keystr[:100]}… has {size} bytes, and Orbax's format takes {_MAX_NAME}"
+        raise UnsupportedLeafError(f"{what}; shorten the keys, or save as msgpack", leaf=keystr)
 
 
 def _stored_order(branch: Branch) -> list[str]:
@@ -119,38 +141,3 @@ def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
         return False
     parent[tokens[-1]] = text
     return True
-
-
-class _NameRegistry:
-    """Registers stored names and rejects those that collide or cannot be stored."""
-
-    def __init__(self) -> None:
-        self._paths: dict[str, Path] = {}
-
-    def add(self, path: Path) -> str:
-        """Register a leaf and return its stored name; raise if another leaf has the same name or keys."""
-        name = leaf_name(path)
-        if not name.isascii() or len(name) > _MAX_NAME:
-            self.check(path)
-        other = self._paths.setdefault(layout.key_prefix(name), path)
-        if other is not path:
-            raise NameCollisionError(
-                f"the leaves {show_path(other)!r} ({other!r}) and {show_path(path)!r} ({path!r}) would both be stored "
-                f"as {name!r}, so one would be lost; rename one of them",
-                leaf=show_path(path),
-            )
-        return name
-
-    @staticmethod
-    def check(path: Path) -> None:
-        """Raise if a key path is not valid Unicode, or too long; empty nodes need no more, without values to lose."""
-        keystr = show_path(path)
-        try:
-            size = len(leaf_name(path).encode())
-        except UnicodeEncodeError as error:
-            keystr = keystr.encode(errors="backslashreplace").decode()
-            what = f"the key path {keystr} holds half a surrogate pair, which has no UTF-8 form; rename the key"
-            raise UnsupportedLeafError(what, leaf=keystr) from error
-        if size > _MAX_NAME:
-            what = f"the key path {keystr[:100]}… has {size} bytes, and Orbax's format takes {_MAX_NAME}"
-            raise UnsupportedLeafError(f"{what}; shorten the keys, or save as msgpack", leaf=keystr)

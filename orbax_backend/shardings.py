@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.jax_shards import Memo, normalize_index
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import SHARDING
 
@@ -71,13 +71,7 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
         part = tuple(sharding.shard_shape(shape))
     except ValueError:
         return shape
-    if any(length % piece for length, piece in zip(shape, part, strict=True)):
-        return shape
-    # The shards of a mesh are a grid; checking them on thousands of devices would be slow.
-    if isinstance(sharding, sys.modules["jax"].sharding.NamedSharding):
-        return part
-    boxes = (normalize_index(index, shape) for index in sharding.devices_indices_map(shape).values())
-    return part if all(_is_cell(box, part) for box in boxes) else shape
+    return shape if any(length % piece for length, piece in zip(shape, part, strict=True)) else part
 
 
 def replicated_sharding() -> Any:
@@ -97,12 +91,6 @@ def spans_processes(sharding: Any) -> bool:
     if sharding is None or isinstance(sharding, str) or sharding.is_fully_addressable:
         return False
     return not (sharding.is_fully_replicated and any(device.process_index == 0 for device in sharding.device_set))
-
-
-def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
-    return all(
-        side.start % piece == 0 and side.stop - side.start == piece for side, piece in zip(box, part, strict=True)
-    )
 
 
 def read_shardings(location: Location, names: Collection[str], check: Check | None = None) -> dict[str, str]:

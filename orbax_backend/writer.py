@@ -28,12 +28,14 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError, is_of_handler
 from flax_ckpt_compat._core.jax_shards import Memo, start_transfer
+from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
+from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
 from .encode_leaves import EncodedLeaf
-from .files import make_directory, sync_directory, write_file, write_files
+from .files import write_files
 from .ocdbt_writer import Database
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
@@ -62,11 +64,10 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
 def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Create the checkpoint's directories, with a file that is there until the commit; see `_end`."""
     encoding_of(options)
-    make_directory(path)
-    with translated(path, "created"):
-        open(os.path.join(path, layout.BEGUN), "xb").close()
+    create_directory(path)
+    open(os.path.join(path, layout.BEGUN), "xb").close()
     if plan.jax_arrays:
-        make_directory(os.path.join(path, layout.ARRAY_METADATAS))
+        create_directory(os.path.join(path, layout.ARRAY_METADATAS))
 
 
 def _end(path: str) -> None:

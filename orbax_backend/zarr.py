@@ -39,9 +39,10 @@ _CHECKSUM = {"name": "crc32c"}
 class Encoding:
     """Codecs of the chunks of a checkpoint."""
 
-    # zarr's spec of a compressor, or None.
+    # zarr's spec of a compressor before the checksum, or None.
     codec: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
-    checksums: bool = False  # whether chunks end with their CRC-32C, and arrays are zarr v3, which has a codec for that
+    # Whether chunks end with their CRC-32C, and are decoded whole; arrays are zarr v3 then, which has that codec.
+    checksums: bool = False
     part_bytes: int | None = None  # see `WriteOptions.part_bytes`
 
     @property
@@ -50,14 +51,9 @@ class Encoding:
         return ARRAY_METADATA_FILES[self.checksums]
 
     @property
-    def splits(self) -> bool:
-        """Return whether large arrays are split, because chunks are encoded and decoded whole."""
-        return self.codec is not None or self.checksums
-
-    @property
     def chunk_bytes(self) -> int:
         """Return the limit of a chunk; see `chunk_shape`."""
-        return _SPLIT_CHUNK_BYTES if self.splits else self.part_bytes or _PLAIN_CHUNK_BYTES
+        return _SPLIT_CHUNK_BYTES if self.checksums else self.part_bytes or _PLAIN_CHUNK_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,19 +160,17 @@ def dump_metadata(
 ) -> dict[str, Any]:
     """Return the ``.zarray`` or ``zarr.json`` of an array, with the keys that Orbax writes; see `chunk_shape`."""
     chunks = chunk_shape(shape, write_shape, dtype.itemsize, encoding.chunk_bytes)
-    return (_dump_v3 if encoding.checksums else _dump_v2)(list(shape), chunks, dtype, encoding.codec)
-
-
-def _dump_v2(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: Any) -> dict[str, Any]:
+    if encoding.checksums:
+        return _dump_v3(list(shape), chunks, dtype, encoding.codec)
     return {
         "chunks": chunks,
-        "compressor": codec,
+        "compressor": None,
         "dimension_separator": ".",
         "dtype": zarr_name(dtype),
         "fill_value": None,
         "filters": None,
         "order": "C",
-        "shape": shape,
+        "shape": list(shape),
         "zarr_format": 2,
     }
 
@@ -273,11 +267,10 @@ def _unknown(what: str, found: object) -> Exception:
 
 
 def _lengths(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_RANK:
+    lengths = tuple(value) if isinstance(value, list) else (None,)
+    if len(lengths) > MAX_RANK or not all(type(length) is int and 0 <= length < 2**62 for length in lengths):
         raise ValueError(f"{value!r} is not a shape")
-    if not all(type(length) is int and 0 <= length < 2**62 for length in value):
-        raise ValueError(f"{value!r} is not a shape")
-    return tuple(value)
+    return lengths
 
 
 def _separator(value: object) -> str:

@@ -140,10 +140,10 @@ def save_then_lose(path: str, shape: tuple[int, int], lost: str) -> str:
 
 def save_then_cut(path: str, shape: tuple[int, int]) -> str:
     """What the end of a save raised in process 0 after the largest file of process 1, one of several, had been cut."""
-    from flax_ckpt_compat.orbax_backend import data_file_writer
+    from flax_ckpt_compat.orbax_backend import ocdbt_writer
 
     node = branches(our_tree(mesh_of(shape), False))
-    with mock.patch.object(data_file_writer, "BATCH_BYTES", 1 << 18):
+    with mock.patch.object(ocdbt_writer, "BATCH_BYTES", 1 << 18):
         save(path, node, end=False)
     if jax.process_index():
         return ""

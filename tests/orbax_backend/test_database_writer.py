@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import data_file_writer
+from flax_ckpt_compat.orbax_backend import ocdbt_writer
 from flax_ckpt_compat.orbax_backend.zarr import Encoding
 
 import flax_ckpt_compat as fcc
@@ -25,14 +25,14 @@ PLAIN = Encoding()
 ZSTD = Encoding({"name": "zstd", "configuration": {"level": 1}}, checksums=True)
 
 
-def value(key: str, data: Any, encoding: Encoding = PLAIN, **options: Any) -> data_file_writer.Value:
+def value(key: str, data: Any, encoding: Encoding = PLAIN, **options: Any) -> ocdbt_writer.Value:
     """A whole array as a value."""
-    return data_file_writer.Value(key, data, encoding, getattr(data, "shape", ()), **options)
+    return ocdbt_writer.Value(key, data, encoding, data.shape, **options)
 
 
-def written(folder: Path, values: list[data_file_writer.Value], sums: dict[str, bytes] | None = None) -> list[bytes]:
+def written(folder: Path, values: list[ocdbt_writer.Value], sums: dict[str, bytes] | None = None) -> list[bytes]:
     """The bytes of values in the files, each of which was a batch of its own."""
-    files = data_file_writer.DataFiles(str(folder), sums)
+    files = ocdbt_writer.Database(str(folder), PLAIN, sums)
     for one in values:
         files.add(one)
         files.submit()
@@ -40,7 +40,7 @@ def written(folder: Path, values: list[data_file_writer.Value], sums: dict[str, 
     return [stored(folder, one) for one in values]
 
 
-def stored(folder: Path, one: data_file_writer.Value) -> bytes:
+def stored(folder: Path, one: ocdbt_writer.Value) -> bytes:
     """The bytes of a value where it says that it is."""
     if isinstance(one.entry, bytes):
         return one.entry
@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.Mon
     for array in tree.values():
         array.flags.writeable = False
     monkeypatch.setattr(os, "writev", full)
-    monkeypatch.setattr(data_file_writer.memory, "may_change", lambda _: False)
+    monkeypatch.setattr(ocdbt_writer.memory, "may_change", lambda _: False)
     with pytest.raises(fcc.errors.StorageError, match="No space left"):
         fcc.save(tmp_path / "c", tree, format="orbax")
     assert os.listdir(tmp_path) == ["first"]
@@ -145,7 +145,7 @@ print(mebibytes("VmHWM") - before)
 def test_a_compressed_save_needs_little_memory(tmp_path: Path, compression: str) -> None:
     """Of 96 MiB, each thread holds a chunk of 8 MiB twice, and a little besides; it was as much as the tree."""
     out, _ = run_python(PEAK, tmp_path, compression, fresh=True)
-    assert float(out) <= 24 * data_file_writer._THREADS
+    assert float(out) <= 24 * ocdbt_writer._THREADS
 
 
 def test_each_file_and_folder_is_synced_with_all_that_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
