@@ -22,12 +22,13 @@ from .zarr import ArrayInfo
 
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
 _FROM_SCALAR = {kind: python for python, kind in KIND_OF_NUMBER.items()}
-_TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
+_TEXTS = ("str", "bytes")  # numpy's text scalars, which a numpy array would cut at zeros
 # The data of a key of jax's own implementations has so many uint32.
 KEY_WIDTHS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 _MAX_BOXES = 64  # that are kept of a leaf: a process has one for each of its devices
 # Arrays up to this size that are inline in the database share memory.
 _SMALL_BYTES = 4096
+Described = tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int]  # kind, shape, dtype and size of a `LeafHandle`
 
 
 class StoredLeaf:
@@ -50,9 +51,8 @@ class StoredLeaf:
         self.text, self.impl, self.possible_kinds = text, impl, possible_kinds
         has_shape = kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
         shown = None if not has_shape and kind is not LeafKind.NUMPY_SCALAR else np.dtype(text or dtype)
-        # Kind, shape, dtype and size of the `LeafHandle`, and whether the array is the leaf.
-        self.described = kind, shape if has_shape else (), shown, math.prod(shape) * dtype.itemsize
-        self.is_plain = kind is LeafKind.ARRAY and dtype == info.dtype
+        self.described: Described = kind, shape if has_shape else (), shown, math.prod(shape) * dtype.itemsize
+        self.is_plain = kind is LeafKind.ARRAY and dtype == info.dtype  # whether the array is the leaf
         # Whether chunks are so small that they may be in the index, and are packed.
         self.has_small_chunks = info.chunk_nbytes <= _SMALL_BYTES and len(info.shape) <= MAX_PACKED_RANK
         self.chunk_nbytes, self.whole = info.chunk_nbytes, BoxLayout(info)
@@ -99,7 +99,10 @@ def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None,
             raise ValueError(f"it is a PRNG key of {impl!r}, but {info.dtype.name}{list(info.shape)} is stored")
         return StoredLeaf(info, LeafKind.PRNG_KEY, info.shape, info.dtype, None, impl, possible_kinds)
     if annotation.dtype in _TEXTS or annotation.kind in (LeafKind.BYTES, LeafKind.STR):
-        return _describe_text(info, annotation)
+        if len(info.shape) != 1 or info.dtype != np.uint8:
+            found = f"{info.dtype.name}{list(info.shape)}"
+            raise ValueError(f"the type annotation says text or bytes, but {found} is stored")
+        return StoredLeaf(info, annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, annotation.dtype)
     shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
     is_scalar = value_type == SCALAR and info.shape == ()
     kind = annotation.kind or (_scalar_kind(info.dtype) if is_scalar else LeafKind.ARRAY)
@@ -110,12 +113,6 @@ def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None,
     if annotation.kind in _FROM_SCALAR and kind is not _scalar_kind(dtype):
         raise ValueError(f"the type annotation says {kind.value}, but {dtype.name} is stored")
     return StoredLeaf(info, kind, shape, dtype, possible_kinds=possible_kinds)
-
-
-def _describe_text(info: ArrayInfo, annotation: LeafType) -> StoredLeaf:
-    if len(info.shape) != 1 or info.dtype != np.uint8:
-        raise ValueError(f"the type annotation says text or bytes, but {info.dtype.name}{list(info.shape)} is stored")
-    return StoredLeaf(info, annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, annotation.dtype)
 
 
 def _annotated_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

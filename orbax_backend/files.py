@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import Path, show_path
 
 AT_ONCE = 16  # requests to a store
 # Raises if a file of the checkpoint, by name and content, is damaged.
@@ -35,12 +36,12 @@ def refuse_escape(relative: str, path: str) -> None:
         )
 
 
-def read_existing(file: Location, start: int, stop: int | None, missing: CheckpointError) -> bytes:
-    """Read a range of a file; raise ``missing`` if there is none, and StorageError if it cannot be read."""
+def read_database(file: Location, start: int, stop: int | None) -> bytes:
+    """Read a range of a file of the array database, or less where it ends before; a missing file is damage."""
     try:
         return file.read(start, stop)
     except MissingPathError as error:
-        raise missing from error
+        raise corrupt(file, "this file of the array database is missing") from error
 
 
 def list_names(folder: Location) -> list[str]:
@@ -93,3 +94,12 @@ def read_ahead(location: Location, names: Iterable[str]) -> None:
 def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
     """Return the error for a file that is damaged or missing."""
     return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=str(file))
+
+
+def corrupt_leaf(
+    folder: str, path: Path, what: str, kind: type[CheckpointError] = CorruptCheckpointError, remedy: str = ""
+) -> CheckpointError:
+    """Return the error for a leaf, of the checkpoint in a folder, that cannot be read."""
+    leaf = show_path(path)
+    message = f"{folder}: the leaf {leaf!r} cannot be read: {what}; restore the files from a backup{remedy}"
+    return kind(message, path=folder, leaf=leaf)

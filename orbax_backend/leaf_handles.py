@@ -11,12 +11,12 @@ from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
-from .decode_leaves import KEY_WIDTHS, StoredLeaf, describe_leaf
-from .files import corrupt
+from .decode_leaves import KEY_WIDTHS, Described, StoredLeaf, describe_leaf
+from .files import corrupt, corrupt_leaf
 from .msgpack_file import Kinds
 from .open_index import Index
 from .tree_structure import UNKNOWN, LeafEntry, Structure
@@ -47,7 +47,6 @@ class LeafDescriptions:
         self._reader, self._structure, self._index, self._path = reader, structure, index, reader.path
         self._values = {} if structure.aggregate is None else structure.aggregate.values
         self._stored: dict[Any, StoredLeaf] = {}
-        self._zarr3, self._file = structure.zarr3, layout.ARRAY_METADATA_FILES[structure.zarr3]
 
     def handles(self) -> list[Node]:
         """Return a handle for each entry of the structure, or None or an empty container; warn of what is doubtful."""
@@ -58,50 +57,46 @@ class LeafDescriptions:
         return leaves
 
     def _leaf(self, entry: LeafEntry) -> Node:
-        path, _, name, value_type, skipped, _ = entry
+        path, value_type, skipped = entry.path, entry.value_type, entry.skipped
         # A value in the msgpack file overrides the arrays, as in real Orbax.
         if self._values and (inner := self._values.get(path)) is not None:
-            return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
+            return self._handle(entry, (inner.kind, inner.shape, inner.dtype, inner.nbytes), inner)
         try:
-            stored = self._stored_leaf(entry, name, value_type) if value_type in _ARRAY_TYPES and not skipped else None
+            stored = self._stored_leaf(entry) if value_type in _ARRAY_TYPES and not skipped else None
         except UnsupportedArrayError as error:
             return self._unsupported(entry, str(error))
         if stored is not None:
-            kind, shape, dtype, nbytes = stored.described
-            kinds = stored.possible_kinds
-            return LeafHandle(path, kind, shape, dtype, nbytes, name, self._reader, stored, False, kinds)
+            return self._handle(entry, stored.described, stored, stored.possible_kinds)
         if value_type in _EMPTY:
             container = _EMPTY[value_type]
             return None if container is None else Branch({}, container)
         if value_type not in _STORED_TYPES:
             return self._unsupported(entry, f"of the type {value_type!r}")
         if skipped:
-            raise corrupt_leaf(
-                self._path, entry, f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
-            )
+            what = f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
+            raise corrupt_leaf(self._path, path, what)
         if value_type == layout.STRING or (value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
-            return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
-        key = layout.key_prefix(name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
-        raise corrupt_leaf(self._path, entry, f"its metadata {key!r} is missing")
+            return self._handle(entry, (LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass"))), text)
+        key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
+        raise corrupt_leaf(self._path, entry.path, f"its metadata {key!r} is missing")
 
     def _handle(
-        self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, locator: Any
-    ) -> LeafHandle:
-        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self._reader, locator)
+        self, entry: LeafEntry, described: Described, locator: Any, kinds: frozenset[LeafKind] = frozenset()
+    ) -> Node:
+        return LeafHandle(entry.path, *described, entry.name, self._reader, locator, False, kinds)
 
-    def _stored_leaf(self, entry: LeafEntry, name: str, value_type: str) -> StoredLeaf | None:
+    def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
         """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
         if self._index is None:
             return None
-        structure, zarr3 = self._structure, self._zarr3
-        prefix = layout.key_prefix(name)
-        text = self._index.get(prefix + self._file)
-        if text is None:
-            zarr3 = not zarr3
-            text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
-            if text is None:
-                return None
+        structure, name, value_type = self._structure, entry.name, entry.value_type
+        for zarr3 in (structure.zarr3, not structure.zarr3):
+            text = self._index.get(layout.key_prefix(name) + layout.ARRAY_METADATA_FILES[zarr3])
+            if text is not None:
+                break
+        else:
+            return None
         annotation = None
         if structure.leaf_types is not None:
             annotation = structure.leaf_types.get(name, _UNANNOTATED)
@@ -121,7 +116,7 @@ class LeafDescriptions:
             return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
         except ValueError as error:
             key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[zarr3]
-            raise corrupt_leaf(self._path, entry, f"{key!r}: {error}") from error
+            raise corrupt_leaf(self._path, entry.path, f"{key!r}: {error}") from error
 
     def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
         impl = self._structure.key_impls.get(entry.name)
@@ -158,16 +153,15 @@ class LeafDescriptions:
 
     def _warn_of_shared_names(self) -> None:
         """Warn of leaves with the same name, of which real Orbax kept one value (measured)."""
-        names = [entry.name for entry in self._structure.entries if not entry.skipped]
-        if len(set(names)) < len(names):
-            shared = [name for name, count in collections.Counter(names).items() if count > 1]
+        counts = collections.Counter([entry.name for entry in self._structure.entries if not entry.skipped])
+        if shared := [name for name, count in counts.items() if count > 1]:
             _log.warning(
                 f"{self._path}: several leaves were stored under each of the names {shared[:8]}; only one value of "
                 f"each survived, and all of them restore as that one"
             )
 
-    def _unsupported(self, entry: LeafEntry, what: str) -> LeafHandle:
-        return self._handle(entry, LeafKind.UNSUPPORTED, (), None, 0, Unsupported(what))
+    def _unsupported(self, entry: LeafEntry, what: str) -> Node:
+        return self._handle(entry, (LeafKind.UNSUPPORTED, (), None, 0), Unsupported(what))
 
 
 def unsupported_leaf(path: str, leaf: LeafHandle) -> UnrecognizedFormatError:
@@ -177,16 +171,6 @@ def unsupported_leaf(path: str, leaf: LeafHandle) -> UnrecognizedFormatError:
         f"{path}: the leaf {keystr!r} is {leaf.locator.what}, which this release does not read; a type handler of its "
         f"own saved it, or a newer Orbax: restore it with the orbax_checkpointer that saved it, or leave it out of the "
         f"target",
-        path=path,
-        leaf=keystr,
-    )
-
-
-def corrupt_leaf(path: str, leaf: LeafEntry | LeafHandle, what: str) -> CorruptCheckpointError:
-    """Return the error for a leaf that cannot be read."""
-    keystr = show_path(leaf.path)
-    return CorruptCheckpointError(
-        f"{path}: the leaf {keystr!r} cannot be read: {what}; restore the files from a backup",
         path=path,
         leaf=keystr,
     )

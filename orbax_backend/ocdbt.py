@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .chunk_codecs import MAX_RATIO, ChunkChecksumError, checked
-from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing
+from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_database
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 VERSION = 0
@@ -83,8 +83,7 @@ def read_entries(location: Location, base: str = "") -> Entries:
 def _read(files: CheckpointFiles, location: Location, name: str, start: int, stop: int | None) -> bytes:
     """Read a part of a file, or less where it ends before."""
     files.check(name)
-    missing = corrupt(location / name, "this file of the array database is missing", "restore it from a backup")
-    return read_existing(location / name, start, stop, missing)
+    return read_database(location / name, start, stop)
 
 
 @contextlib.contextmanager
@@ -93,8 +92,7 @@ def _decoding(file: Location, offset: int = 0) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        what = f"the array database does not decode at byte {offset}: {error}"
-        raise corrupt(file, what, "restore the files from a backup") from error
+        raise corrupt(file, f"the array database does not decode at byte {offset}: {error}") from error
 
 
 def _newest_root(manifest: bytes, base: str) -> list[NodeRef]:

@@ -55,12 +55,13 @@ def encode_index(entries: Sequence[Entry], file: str) -> tuple[bytes, bytes]:
         place = ByteRange(file, len(content), len(node))
         nodes.append(_Node(entries[some.start][0], place, (some.stop - some.start, len(node), sum(outside))))
         content += node
-    if len(nodes) == 1:
-        return bytes(content), _manifest(nodes[0], height=0)
-    node = _framed(ocdbt.NODE_MAGIC, _parent(nodes), compress=compress)
-    n_keys, n_bytes, n_outside = map(sum, zip(*(node.statistics for node in nodes), strict=True))
-    root = _Node(b"", ByteRange(file, len(content), len(node)), (n_keys, n_bytes + len(node), n_outside))
-    return bytes(content) + node, _manifest(root, height=1)
+    root = nodes[0]
+    if len(nodes) > 1:
+        node = _framed(ocdbt.NODE_MAGIC, _parent(nodes), compress=compress)
+        n_keys, n_bytes, n_outside = map(sum, zip(*(node.statistics for node in nodes), strict=True))
+        root = _Node(b"", ByteRange(file, len(content), len(node)), (n_keys, n_bytes + len(node), n_outside))
+        content += node
+    return bytes(content), _manifest(root, height=int(len(nodes) > 1))
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
-from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_existing, refuse_escape
+from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_database
 from .ocdbt import Entries, read_entries
 
 _MAX_METADATA_BYTES = 1 << 20
@@ -64,12 +64,9 @@ class _FileIndex(Index):
             location.prefetch(name for name in names if _is_metadata(name))
 
     def find(self, key: str) -> StoredValue | None:
-        if not self._location.is_remote:
-            size = self._files.check(key)
-        else:
-            refuse_escape(key, self._location.path)
-            file = self._location / key
-            size = file.size() if file.isfile() else None
+        size = self._files.check(key)
+        if self._location.is_remote and (file := self._location / key).isfile():
+            size = file.size()
         return None if size is None else ByteRange(key, 0, size)
 
     def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
@@ -150,16 +147,13 @@ def _missing_manifest(location: Location) -> errors.CheckpointError:
             f"the save was not finished, or the file was lost: restore it from a backup",
             path=location.path,
         )
-    what = f"the file {layout.MANIFEST} is missing, without which no array can be found"
-    return corrupt(location, what, "restore it from a backup")
+    return corrupt(location, f"the file {layout.MANIFEST} is missing, without which no array can be found")
 
 
 def _read_small(location: Location, extent: ByteRange) -> bytes:
     """Read the metadata of an array."""
-    full = location / extent.file
-    missing = corrupt(full, "the file is missing, but the array database refers to it", "restore it from a backup")
-    data = read_existing(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES), missing)
+    file, start = location / extent.file, extent.offset
+    data = read_database(file, start, start + min(extent.length, _MAX_METADATA_BYTES))
     if len(data) != extent.length:
-        what = f"{extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}"
-        raise corrupt(full, what)
+        raise corrupt(file, f"{extent.length} bytes of metadata were expected at offset {start}, found {len(data)}")
     return data

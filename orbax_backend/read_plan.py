@@ -12,12 +12,12 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, errors
 from flax_ckpt_compat._core.array_boxes import Box, Shape
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
 from flax_ckpt_compat._core.orbax_layout import key_prefix
-from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_codecs import ChunkChecksumError, UndecodableChunkError, UnsupportedCodecError
-from .files import ByteRange
+from .files import ByteRange, corrupt_leaf
 from .open_index import StoredValue
 from .zarr import ArrayInfo
 
@@ -67,9 +67,8 @@ class BoxLayout:
 class ArrayRead:
     """An array, or a box of it, to read."""
 
-    def __init__(self, folder: str, name: str, path: Path, layout: BoxLayout) -> None:
-        # folder: the checkpoint's. path: key path.
-        self.folder, self.name, self.path, self.layout = folder, name, path, layout
+    def __init__(self, handle: LeafHandle, layout: BoxLayout) -> None:
+        self.folder, self.name, self.path, self.layout = handle.reader.path, handle.name, handle.path, layout
         self.info, self.shape, self.nbytes = layout.info, layout.shape, layout.nbytes
         # Stored value of each chunk that it intersects, once located, and whether all of them are stored.
         self.chunks, self.complete = list[tuple[StoredValue, ChunkPart]](), True
@@ -82,13 +81,7 @@ class ArrayRead:
         self, what: str, error: type[errors.CheckpointError] = errors.CorruptCheckpointError
     ) -> errors.CheckpointError:
         """Return the error for an array that cannot be read."""
-        keystr = show_path(self.path)
-        return error(
-            f"{self.folder}: the array {keystr!r} (stored as {self.name!r}) cannot be read: {what}; "
-            f"restore the files from a backup, or restore the other leaves only",
-            path=self.folder,
-            leaf=keystr,
-        )
+        return corrupt_leaf(self.folder, self.path, what, error, ", or restore the other leaves only")
 
 
 class Copy(NamedTuple):
@@ -119,13 +112,13 @@ class Piece:
 
     def deliver(self, data: memoryview) -> None:
         """Copy what was read without a target to the arrays, decoded."""
-        if not self.read.info.raw:
-            decode(self.read, self.chunk, data, self.copies)
-        else:
+        if self.read.info.raw:
             _scatter(data, self.read.info, self.shape, self.copies)
+        else:
+            _decode(self.read, self.chunk, data, self.copies)
 
 
-def decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
+def _decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
     """Decode a chunk, directly into the array where that is possible."""
     info, target = read.info, None
     size, (copy, *others) = info.chunk_nbytes, copies
@@ -162,7 +155,7 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
             wanted.setdefault(part.start, (part, value, []))[2].append(Copy(part.source, one.array, part.target))
     for part, value, copies in wanted.values():
         if not isinstance(value, ByteRange):
-            decode(read, part.key, value, copies)
+            _decode(read, part.key, value, copies)
         elif not read.info.raw:
             pieces.append(Piece(read, value, value, None, copies=copies, chunk=part.key))
         else:
@@ -207,8 +200,6 @@ def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> l
 def _inside(copy: Copy, band: Box) -> Copy:
     """Return the part of a copy inside a band, relative to the band."""
     part = array_boxes.overlap(copy.source, band)
-    target = tuple(
-        slice(side.start - was.start + to.start, side.stop - was.start + to.start)
-        for side, was, to in zip(part, copy.source, copy.target, strict=True)
-    )
+    moved = zip(array_boxes.relative_to(part, copy.source), copy.target, strict=True)
+    target = tuple(slice(to.start + side.start, to.start + side.stop) for side, to in moved)
     return Copy(array_boxes.relative_to(part, band), copy.array, target)

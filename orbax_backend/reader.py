@@ -17,8 +17,8 @@ from flax_ckpt_compat._core.tree import Node
 
 from .chunk_codecs import RAW, UndecodableChunkError
 from .decode_leaves import StoredLeaf
-from .files import list_names, read_json
-from .leaf_handles import LeafDescriptions, Unsupported, build_tree, corrupt_leaf, unsupported_leaf
+from .files import corrupt_leaf, list_names, read_json
+from .leaf_handles import LeafDescriptions, Unsupported, build_tree, unsupported_leaf
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
@@ -107,16 +107,14 @@ class OrbaxReader(Reader):
             # In a directory or store without a database, each key is looked up.
             with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
                 arrays += self._read_inline(handles, inline, iter(self._index.find_all(keys)), values)
-            reads = [self._array_read(handles[number]) for number in arrays]
+            reads = list(map(_array_read, map(handles.__getitem__, arrays)))
             if reads:
                 self._arrays.read(reads, self.meter, mapped=mapped)
             for number, read in zip(arrays, reads, strict=True):
                 values[number] = self._decoded(handles[number], read.array)
-        if aggregated and self._aggregate is not None:
-            self._aggregate.reader.meter = self.meter
-            found = self._aggregate.reader.read([one for _, one in aggregated], mapped=mapped)
-            for (number, _), value in zip(aggregated, found, strict=True):
-                values[number] = value
+        found = backend.read_all([one for _, one in aggregated], mapped=mapped, meter=self.meter)
+        for (number, _), value in zip(aggregated, found, strict=True):
+            values[number] = value
         return values
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
@@ -160,7 +158,7 @@ class OrbaxReader(Reader):
             for box in self.boxes(handle, _CHECKED_BYTES):
                 self.read([ArraySlice(handle, box)])
             return True
-        return recorded.record() is not None and self._arrays.verify(self._array_read(handle), recorded)
+        return recorded.record() is not None and self._arrays.verify(ArrayRead(handle, leaf.whole), recorded)
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
@@ -201,12 +199,6 @@ class OrbaxReader(Reader):
                 values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
         return others
 
-    def _array_read(self, one: LeafHandle | ArraySlice) -> ArrayRead:
-        handle = backend.handle_of(one)
-        leaf: StoredLeaf = handle.locator
-        layout = leaf.layout_of(one.index) if isinstance(one, ArraySlice) else leaf.whole
-        return ArrayRead(self.path, handle.name, handle.path, layout)
-
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
         handle = backend.handle_of(one)
         if handle.locator.is_plain:
@@ -214,7 +206,13 @@ class OrbaxReader(Reader):
         try:
             return handle.locator.decode(array)
         except ValueError as error:
-            raise corrupt_leaf(self.path, handle, f"its text is not UTF-8 ({error})") from error
+            raise corrupt_leaf(self.path, handle.path, f"its text is not UTF-8 ({error})") from error
+
+
+def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:
+    if isinstance(one, ArraySlice):
+        return ArrayRead(one.handle, one.handle.locator.layout_of(one.index))
+    return ArrayRead(one, one.locator.whole)
 
 
 def _inline(leaf: StoredLeaf, value: Any) -> Any:

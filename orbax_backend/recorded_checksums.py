@@ -47,7 +47,8 @@ class Record:
     def add_files(self, path: str, contents: Mapping[str, bytes]) -> None:
         """Add files of the checkpoint at ``path``: full path → content."""
         for file, data in contents.items():
-            self.files[os.path.relpath(file, path)] = len(data), _file_sums(data)
+            # Manifests end with their own CRC-32C, so that those of all are the same: they have zlib's CRC-32.
+            self.files[os.path.relpath(file, path)] = len(data), checksums.of_blocks(data, zlib.crc32)
 
     def encode(self) -> bytes:
         """Return the content of the file."""
@@ -73,11 +74,6 @@ def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]
     return {os.path.join(folder, CHECKSUMS): record.encode()}
 
 
-def _file_sums(data: bytes) -> bytes:
-    # Manifests end with their own CRC-32C, so that those of all are the same.
-    return checksums.of_blocks(data, zlib.crc32)
-
-
 def _decode(data: bytes) -> Record | None:
     """Return the content of the file, None of a later version; raise ValueError if it is damaged."""
     body, end = data[: -checksums.SUM_BYTES], data[-checksums.SUM_BYTES :]
@@ -97,9 +93,7 @@ class Checksums:
     """The recorded checksums of an open checkpoint; each file of them is read on first use."""
 
     def __init__(self, location: Location) -> None:
-        # location: directory of the checkpoint.
-        # intact: files that were checked.
-        self.location, self.intact = location, set[str]()
+        self.location, self.intact = location, set[str]()  # directory of the checkpoint; files that were checked
         self._records: dict[str, Record | None] = {}
 
     def record(self, folder: str = "") -> Record | None:
@@ -136,7 +130,8 @@ class Checksums:
         record = self.record(folder)
         if record is None or name not in record.files or record.files[name][0] != len(data):
             return False
-        checksums.check((self.location / name).path, "the file", record.files[name][1], _file_sums(data))
+        found = checksums.of_blocks(data, zlib.crc32)
+        checksums.check((self.location / name).path, "the file", record.files[name][1], found)
         self.intact.add(name)
         return True
 

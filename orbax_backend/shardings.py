@@ -55,12 +55,8 @@ def _named(sharding: Any) -> dict[str, Any]:
         "axis_names": list(mesh.axis_names),
         "axis_types": [str(kind) for kind in mesh.axis_types],
         "partition_spec": list(sharding.spec),
-        "device_mesh": {"mesh": _device_ids(mesh.devices.tolist())},
+        "device_mesh": {"mesh": np.vectorize(lambda device: {"id": device.id}, [object])(mesh.devices).tolist()},
     }
-
-
-def _device_ids(devices: Any) -> Any:
-    return [_device_ids(one) for one in devices] if isinstance(devices, list) else {"id": devices.id}
 
 
 def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:

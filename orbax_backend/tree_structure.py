@@ -17,9 +17,9 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._core.tree import Path
 
-from .files import Check, corrupt, list_names, read_ahead, read_json
+from .files import Check, corrupt, corrupt_leaf, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, process_databases
 from .shardings import read_shardings
@@ -74,11 +74,8 @@ class Structure:
             value = value.get(token) if isinstance(value, dict) else None
         if isinstance(value, str):
             return value
-        keystr = show_path(entry.path)
-        what = "the file is missing" if self.strings is None else "it has no such text"
-        error = corrupt(self.location / layout.STRINGS, f"the leaf {keystr!r} is a str kept in this file, but {what}")
-        error.leaf = keystr
-        raise error
+        lack = "is missing" if self.strings is None else "has no such text"
+        raise corrupt_leaf(self.location.path, entry.path, f"it is a text in the file {layout.STRINGS}, which {lack}")
 
 
 def read_structure(

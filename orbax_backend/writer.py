@@ -137,8 +137,15 @@ def write_arrays(
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     """Write the step metadata, the checksums and the commit file."""
     _end(path)
-    metadata = json.dumps(_step_metadata(plan.started_ns)).encode()
-    files = {os.path.join(path, layout.STEP_METADATA): metadata}
+    metadata = {
+        "item_handlers": _HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": plan.started_ns,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }
+    files = {os.path.join(path, layout.STEP_METADATA): json.dumps(metadata).encode()}
     if record is not None:
         record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): layout.COMMITTED})
         files |= file_of_database(record, path, path)
@@ -202,15 +209,3 @@ def _array_metadatas(plan: SavePlan, chunk_bytes: int) -> dict[str, Any]:
         }
         arrays.append({"array_metadata": array})
     return {"array_metadatas": arrays}
-
-
-def _step_metadata(started_ns: int) -> dict[str, Any]:
-    """Return the content of ``_CHECKPOINT_METADATA`` of a save that started then, in ns since 1970."""
-    return {
-        "item_handlers": _HANDLER,
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": started_ns,
-        "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {},
-    }

@@ -200,7 +200,12 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
         metadata = json.loads(text)
         if metadata.get("zarr_format", expected) != expected:
             raise ValueError(f"unknown zarr_format {metadata['zarr_format']!r}")
-        info = (_parse_v3 if zarr3 else _parse_v2)(metadata, text)
+        dtype, chunks, codec, prefix, separator = (_parse_v3 if zarr3 else _parse_v2)(metadata)
+        if separator not in (".", "/"):
+            raise ValueError(f"unknown separator {separator!r}")
+        has_fill_value = metadata.get("fill_value") is not None
+        shape = _lengths(metadata["shape"])
+        info = ArrayInfo(shape, dtype, chunks, zarr3, has_fill_value, separator, prefix, codec, text)
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the array's metadata does not decode ({error!r})") from error
     if len(info.shape) != len(info.chunks) or 0 in info.chunks:
@@ -210,53 +215,38 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
     return info
 
 
-def _parse_v2(metadata: dict[str, Any], text: bytes) -> ArrayInfo:
+# Of an array: dtype, shape of chunks, codec, and prefix and separator of the keys of chunks.
+_Parsed = tuple[np.dtype[Any], tuple[int, ...], ChunkCodec | None, str, Any]
+
+
+def _parse_v2(metadata: dict[str, Any]) -> _Parsed:
     name = metadata["dtype"]
     if isinstance(name, list) or (name not in ZARR_ML_DTYPES and name not in ZARR_TYPESTRS):
         raise _unknown("dtype", name)
     if metadata.get("filters"):
         raise _unknown("filters", metadata["filters"])
-    plain = metadata.get("order", "C") == "C"
     compressor = metadata.get("compressor")
     codec = RAW if compressor is None else ChunkCodec(zstd=True) if compressor["id"] == "zstd" else None
-    return ArrayInfo(
-        shape=_lengths(metadata["shape"]),
-        dtype=dtype_from_name(name),
-        chunks=_lengths(metadata["chunks"]),
-        zarr3=False,
-        has_fill_value=metadata.get("fill_value") is not None,
-        separator=_separator(metadata.get("dimension_separator", ".")),
-        prefix="",
-        codec=codec if plain else None,
-        text=text,
-    )
+    if metadata.get("order", "C") != "C":
+        codec = None
+    return dtype_from_name(name), _lengths(metadata["chunks"]), codec, "", metadata.get("dimension_separator", ".")
 
 
-def _parse_v3(metadata: dict[str, Any], text: bytes) -> ArrayInfo:
+def _parse_v3(metadata: dict[str, Any]) -> _Parsed:
     name = metadata["data_type"]
     if name not in _V3_NAMES:
         raise _unknown("data_type", name)
     grid, encoding = metadata["chunk_grid"], metadata["chunk_key_encoding"]
     if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
         raise _unknown("chunk grid or key encoding", [grid["name"], encoding["name"]])
-    default, dtype = encoding["name"] == "default", dtype_from_name(name)
-    chunks = _lengths(grid["configuration"]["chunk_shape"])
+    dtype, chunks = dtype_from_name(name), _lengths(grid["configuration"]["chunk_shape"])
     codec, is_big = codec_of(metadata["codecs"], chunks)
-    if (
-        is_big and name in ZARR_ML_DTYPES and dtype.itemsize > 1
-    ):  # numpy has no other byte order of it: TensorStore reads it
+    if is_big and name not in ZARR_ML_DTYPES:
+        dtype = dtype.newbyteorder(">")
+    elif is_big and dtype.itemsize > 1:  # numpy has no other byte order of it: TensorStore reads it
         codec = None
-    return ArrayInfo(
-        shape=_lengths(metadata["shape"]),
-        dtype=dtype.newbyteorder(">") if is_big and name not in ZARR_ML_DTYPES else dtype,
-        chunks=chunks,
-        zarr3=True,
-        has_fill_value=metadata.get("fill_value") is not None,
-        separator=_separator((encoding.get("configuration") or {}).get("separator", "/" if default else ".")),
-        prefix="c" if default else "",
-        codec=codec,
-        text=text,
-    )
+    prefix, separator = ("c", "/") if encoding["name"] == "default" else ("", ".")
+    return dtype, chunks, codec, prefix, (encoding.get("configuration") or {}).get("separator", separator)
 
 
 def _unknown(what: str, found: object) -> Exception:
@@ -271,9 +261,3 @@ def _lengths(value: object) -> tuple[int, ...]:
     if len(lengths) > MAX_RANK or not all(type(length) is int and 0 <= length < 2**62 for length in lengths):
         raise ValueError(f"{value!r} is not a shape")
     return lengths
-
-
-def _separator(value: object) -> str:
-    if value not in (".", "/"):
-        raise ValueError(f"unknown separator {value!r}")
-    return str(value)
