@@ -37,17 +37,33 @@ rule                                      what it does
 Patterns are regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``, and match whole
 names. Rules that take places (``move``, ``copy``, ``drop``, ``from_target``, ``at``) match the whole key path of a
 subtree or leaf: ``params/head``, ``.*/head``. All others match anywhere: ``head``; ``^params/head`` is one only.
+
+All raise `TransformError`: when they are made, for arguments that make no sense; when they are applied, if a pattern
+matches nothing or what it matches does not fit. They raise `NameCollisionError` if two leaves would get one name.
 """
 
 from __future__ import annotations
 
 from flax_ckpt_compat.rules._rule import Rule
+from flax_ckpt_compat.rules.arrays import (
+    apply,
+    cast,
+    cut,
+    index,
+    key_data,
+    merge_axes,
+    pad,
+    reshape,
+    resize,
+    split_axis,
+    transpose,
+    unreplicate,
+    wrap_key_data,
+)
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
 from flax_ckpt_compat.rules.names import copy, drop, from_checkpoint, from_target, move, nest, rename, unwrap, wrap
 from flax_ckpt_compat.rules.old_flax import pre_linen, pre_optax
 from flax_ckpt_compat.rules.optimizers import optimizer_state
-from flax_ckpt_compat.rules.shapes import cut, index, merge_axes, reshape, resize, split_axis, transpose, unreplicate
-from flax_ckpt_compat.rules.values import apply, cast, key_data, pad, wrap_key_data
 
 __all__ = [
     "Rule", "apply", "cast", "copy", "cut", "drop", "from_checkpoint", "from_target", "fuse", "index", "key_data",

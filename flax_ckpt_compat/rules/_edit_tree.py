@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
-from flax_ckpt_compat._core.errors import NameCollisionError
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import (
     Branch,
@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.tree import (
 )
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages
+from flax_ckpt_compat.rules._rule import Apply, misfit
 
 Array = LeafHandle | Derived
 
@@ -47,20 +47,14 @@ def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path,
                 continue
             if leaves.pop(new, Own.KEEP_TARGET) is not Own.KEEP_TARGET:
                 both = f"{show_path(origins[new])} and {show_path(old)}"
-                raise _collision(f"{both} would both be called {show_path(new)}", show_path(new))
+                problem = f"{both} would both be called {show_path(new)}; drop or move one of them first"
+                raise NameCollisionError(problem, leaf=show_path(new))
             leaves[new], origins[new] = leaf, old
     if empty := {path for path, leaf in leaves.items() if is_empty(leaf)}:
         empty &= {path[:end] for path in leaves for end in range(len(path))}
-    try:
-        tree = from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, like=stored)
-    except NameCollisionError as error:
-        raise _collision(str(error), error.leaf) from None
+    tree = from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, like=stored)
     _take_containers(tree, stored, origins)
     return tree
-
-
-def _collision(problem: str, leaf: str | None) -> RuleError:
-    return RuleError(f"{problem}; drop or move one of them first", leaf=leaf, kind=NameCollisionError)
 
 
 def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> None:
@@ -89,7 +83,9 @@ def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
     was = Branch({}) if stored is None else stored
     if not isinstance(was, Branch):
         leaf = show_path(path[:depth])
-        raise RuleError(f"stored {leaf} is a leaf, but {show_path(path)} lies below; move or drop it first", leaf=leaf)
+        raise TransformError(
+            f"stored {leaf} is a leaf, but {show_path(path)} lies below; move or drop it first", leaf=leaf
+        )
     child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
     return Branch({**was.children, path[depth]: child}, was.container, was.int_keys, was.type_name)
 
@@ -117,9 +113,11 @@ def describe(node: Node) -> str:
 
 @contextlib.contextmanager
 def fitting(path: Path, leaf: Node) -> Iterator[None]:
-    """Make errors about a leaf, such as numpy's own, RuleErrors that name it."""
+    """Make errors about a leaf, such as numpy's own, name it."""
     try:
         yield
+    except TransformError:  # which names another leaf
+        raise
     except (ValueError, IndexError) as error:
         raise misfit(path, f"is {describe(leaf)}: {error}") from error
 
@@ -140,7 +138,7 @@ def each_leaf(
 ) -> Apply:
     """Return the `apply` of a rule that changes the ``wanted`` leaves whose key path has a match; other leaves stay.
 
-    ``change`` takes a leaf, how errors name it when it is read, and the target's node at its key path; see `fitting`.
+    ``change`` takes a leaf, its key path as text, and the target's node at its key path; see `fitting`.
     ``needed`` is a noun for the required match."""
     names = [_patterns.whole_names(pattern)]
 
@@ -154,12 +152,13 @@ def each_leaf(
             if not matching[path]:
                 return leaf
             with fitting(path, leaf):
-                return change(leaf, f"{name_in_messages()}: {show_path(path)}", node_at(target, path))
+                return change(leaf, show_path(path), node_at(target, path))
 
         tree = map_leaves(changed, stored)
         if not any(matching.values()):
             why = f"{one_line(map(show_path, matching))} is none" if matching else _patterns.near_names(pattern, stored)
-            raise RuleError(f"matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}")
+            problem = f"matches no {needed} in the checkpoint (patterns match whole names of a key path)"
+            raise TransformError(f"{problem}; {why}")
         return tree
 
     return apply
@@ -186,12 +185,12 @@ def derived(
     return Derived((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)
 
 
-def axis_of(axis: int, shape: tuple[int, ...] | None) -> int:
-    """Return an axis of a shape counted from the front; raise IndexError if there is none."""
-    ndim = len(shape or ())
-    if not -ndim <= axis < ndim:
+def axis_of(axis: int, shape: tuple[int, ...] | None) -> tuple[int, int]:
+    """Return an axis of a shape counted from the front, and its length; raise IndexError if there is none."""
+    sides = shape or ()
+    if not -len(sides) <= axis < len(sides):
         raise IndexError(f"it has no axis {axis}; match only arrays that have")
-    return axis % ndim
+    return axis % len(sides), sides[axis]
 
 
 def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Derived:

@@ -13,9 +13,9 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import literal, nearest, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, show_path
-from flax_ckpt_compat.rules._rule import RuleError
 
 # Global flags, which Python requires at the beginning of an expression.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
@@ -25,11 +25,11 @@ Fill = Callable[[re.Match[str]], str]
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern for `select`; raise RuleError if it is not a regular expression."""
+    """Compile a pattern for `select`; raise TransformError if it is not a regular expression."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise RuleError(
+        raise TransformError(
             f"{pattern!r} is not a regular expression (literally it is {literal(pattern)!r}): {error}"
         ) from error
 
@@ -45,7 +45,7 @@ def whole_names(pattern: str) -> re.Pattern[str]:
 def check(patterns: Sequence[str]) -> None:
     """Raise if there is no pattern for `select`, an empty one, or one that is not a regular expression."""
     if not all(patterns) or not patterns:
-        raise RuleError("name at least one path; '.*' is the whole tree")
+        raise TransformError("name at least one path; '.*' is the whole tree")
     for pattern in patterns:
         compiled(pattern)
 
@@ -53,19 +53,19 @@ def check(patterns: Sequence[str]) -> None:
 def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function.
 
-    Raise RuleError if it refers to groups that the pattern lacks; when called: if the function returns no text."""
+    Raise TransformError if it refers to groups that the pattern lacks; when called: if the function returns no text."""
     if isinstance(replacement, str):
         try:
             pattern.sub(replacement, "")  # which refuses groups that the pattern lacks, also where nothing matches
             return operator.methodcaller("expand", replacement)
         except (re.error, IndexError) as error:
-            raise RuleError(f"{replacement!r} does not fit the groups of the pattern: {error}") from error
+            raise TransformError(f"{replacement!r} does not fit the groups of the pattern: {error}") from error
     function = replacement
 
     def fill(match: re.Match[str]) -> str:
         text = function(match)
         if not isinstance(text, str):
-            raise RuleError(f"the function returns {text!r:.100} for {match[0]}, expected text")
+            raise TransformError(f"the function returns {text!r:.100} for {match[0]}, expected text")
         return text
 
     return fill
@@ -122,7 +122,7 @@ def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[
 def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint") -> dict[Path, re.Match[str]]:
     """Return the key paths of the topmost nodes whose whole key path a pattern matches, each with its match.
 
-    The empty pattern is the whole tree, which messages call ``whose``. Raise RuleError for a pattern that matches
+    The empty pattern is the whole tree, which messages call ``whose``. Raise TransformError for a pattern that matches
     nothing, or two nodes with one text, because names contain ``/``."""
     found: dict[Path, re.Match[str]] = {}
     for text in patterns:
@@ -135,14 +135,14 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
             shown = joined(path)
             match = pattern.fullmatch(shown)
             if shown in seen or match is None:
-                raise RuleError(
+                raise TransformError(
                     f"{shown} means 2 things in {whose}, whose names contain /; match what is above them", leaf=shown
                 )
             seen[shown] = found[path] = match
         if not seen:
             there = next(paths_of(tree, text), None)
             hint = near_names(text, tree) if there is None else f"it is literally there, so write {literal(text)!r}"
-            raise RuleError(f"{whose} has no {text}; {hint}", leaf=text)
+            raise TransformError(f"{whose} has no {text}; {hint}", leaf=text)
     return found
 
 
@@ -166,7 +166,7 @@ def destination(text: str, *trees: Node) -> Path:
 def new_names(text: str) -> Path:
     """Split the name of a new level, or levels, at each ``/``."""
     if not text:
-        raise RuleError("a new name is empty")
+        raise TransformError("a new name is empty")
     return tuple(text.split("/"))
 
 

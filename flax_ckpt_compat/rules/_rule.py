@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, ParamSpec
 
 import numpy as np
@@ -24,35 +23,21 @@ _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
 OpenTree = Callable[[str, Any, str], tuple[str, Node]]
 Apply = Callable[..., Node]
-_name: ContextVar[str] = ContextVar("name")  # of the rule that is made or applied, for messages
 
 
-class RuleError(Exception):
-    """A rule that is invalid, or does not fit; `named` makes the error of it that callers see."""
-
-    def __init__(
-        self, problem: str, *, leaf: str | None = None, kind: type[TransformError | NameCollisionError] = TransformError
-    ):
-        super().__init__(problem)
-        self.leaf, self.kind = leaf, kind
-
-
-def misfit(path: Path, problem: str) -> RuleError:
+def misfit(path: Path, problem: str) -> TransformError:
     """Return the error for what is at a key path."""
     shown = show_path(path)
-    return RuleError(f"{shown} {problem}", leaf=shown)
+    return TransformError(f"{shown} {problem}", leaf=shown)
 
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
     """Begin the messages of errors with the name of a rule."""
-    token = _name.set(name)
     try:
         yield
-    except RuleError as error:
-        raise error.kind(f"{name}: {error}", leaf=error.leaf) from error.__cause__
-    finally:
-        _name.reset(token)
+    except (TransformError, NameCollisionError) as error:
+        raise type(error)(f"{name}: {error}", path=error.path, leaf=error.leaf) from error.__cause__
 
 
 def applied(name: str, apply: Apply) -> Apply:
@@ -63,11 +48,6 @@ def applied(name: str, apply: Apply) -> Apply:
             return apply(*trees)
 
     return apply_named
-
-
-def name_in_messages() -> str:
-    """Return the name of the rule that is applied; functions that use a ContextVar cannot be sent."""
-    return _name.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,47 +102,38 @@ def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
     return made
 
 
-# Annotation of an argument → its words for messages, and its type, or that of the items of a list.
-_KINDS: dict[str, tuple[str, Any]] = {
-    "str": ("text", str),
-    "int": ("a whole number", (int, np.integer)),
-    "Sequence[str]": ("a list of text", str),
-    "Sequence[int]": ("a list of whole numbers", (int, np.integer)),
-    "Mapping[str, Replacement]": ("a mapping of text to it", Mapping),
-    "Replacement": ("text or a function", (str, Callable)),
-    "Callable[[Any], Any]": ("a function", Callable),
-    "None": ("", type(None)),
+def _is_list(value: Any, kind: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return (is_list or getattr(value, "ndim", 0) == 1) and all(isinstance(one, kind) for one in value)
+
+
+# Annotation of an argument, without None → its words for messages, and whether a value is such.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", lambda one: isinstance(one, str)),
+    "int": ("a whole number", lambda one: isinstance(one, int | np.integer)),
+    "Sequence[str]": ("a list of text", lambda one: _is_list(one, str)),
+    "Sequence[int]": ("a list of whole numbers", lambda one: _is_list(one, int | np.integer)),
+    "str | Mapping[str, Replacement]": ("text or a mapping", lambda one: isinstance(one, str | Mapping)),
+    "Replacement": ("text or a function", lambda one: isinstance(one, str) or callable(one)),
+    "Callable[[Any], Any]": ("a function", callable),
 }
 
 
 def _check_type(parameter: inspect.Parameter, value: Any) -> None:
-    """Raise an error unless an argument is what its annotation says, if `_KINDS` knows all of that."""
-    kinds = str(parameter.annotation).split(" | ")
-    # A prefix may also be a path object, and `as_text` refuses others.
-    if parameter.name == "prefix" or not _KINDS.keys() >= set(kinds):
-        return
-    for one in value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,):
-        if not any(_is(one, kind) for kind in kinds):
-            words = " or ".join(_KINDS[kind][0] for kind in kinds if kind != "None")
-            raise RuleError(f"{parameter.name} is {words}, found {type(one).__name__}: {one!r:.100}")
-
-
-def _is(value: Any, kind: str) -> bool:
-    if not kind.startswith("Sequence"):
-        return isinstance(value, _KINDS[kind][1])
-    items = list(value) if isinstance(value, np.ndarray) and value.ndim == 1 else value
-    is_list = isinstance(items, Sequence) and not isinstance(items, str | bytes)
-    return is_list and all(isinstance(one, _KINDS[kind][1]) for one in items)
+    """Raise an error unless an argument is what its annotation says; others than in `_KINDS` check themselves."""
+    kind = parameter.annotation.removesuffix(" | None")
+    if kind in _KINDS and parameter.name != "prefix" and (value is not None or kind == parameter.annotation):
+        words, fits = _KINDS[kind]
+        for one in value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,):
+            if not fits(one):
+                raise TransformError(f"{parameter.name} is {words}, found {type(one).__name__}: {one!r:.100}")
 
 
 def _shown(value: object) -> str:
     """Return a value as Python source without imports; dtypes and scalar types by their names."""
     if isinstance(value, type | np.dtype):
-        try:
-            dtype = np.dtype(value)
-        except TypeError:
-            return repr(value)  # no rule takes it; leave the error to the rule
-        return repr(dtype_name(dtype))
+        with contextlib.suppress(TypeError):  # of a class that no rule takes
+            return repr(dtype_name(np.dtype(value)))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
     if isinstance(value, Rule):

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._edit_tree import Array
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 
 
 @rule
@@ -32,18 +32,14 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
         first: the number of the first layer.
 
     Raises:
-        TransformError: a bad pattern; when applied: it matches nothing, the numbers are not consecutive from ``first``
-            on, or two of the layers differ in their leaves, shapes or dtypes.
-        NameCollisionError: when applied: there already is an ``into``.
+        TransformError: when applied: the numbers are not consecutive, or layers differ in leaves, shapes or dtypes.
     """
-    compiled = _patterns.whole_names(pattern)
-    if compiled.groups != 1:
-        raise RuleError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
+    if _patterns.whole_names(pattern).groups != 1:
+        raise TransformError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
     def number(path: Path, match: re.Match[str]) -> int:
         if not (match[1] or "").isdecimal():
-            shown = show_path(path)
-            raise RuleError(f"the group matches {match[1]!r} in {shown}, expected a number", leaf=shown)
+            raise misfit(path, f"has {match[1]!r} where the group matches, expected a number")
         return int(match[1])
 
     def row(place: Path, layers: dict[int, Path]) -> list[Path]:
@@ -53,10 +49,10 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
         return [layers[one] for one in numbers]
 
     def widened(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        at = _edit_tree.axis_of(axis, (*shape, 1))
+        at, _ = _edit_tree.axis_of(axis, (*shape, 1))
         return at, (*shape[:at], 1, *shape[at:])
 
-    return _inner_first(compiled, _joining(_patterns.new_names(into), number, row, widened), near=pattern)
+    return _joining(pattern, into, number, row, widened)
 
 
 @rule
@@ -72,18 +68,16 @@ def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
         first: the number of the first layer.
 
     Raises:
-        TransformError: ``into`` without ``{}``; when applied: there is no such subtree, its arrays differ in their
-            lengths on that axis, or it holds leaves that are not arrays.
-        NameCollisionError: when applied: there already is a new name.
+        TransformError: when applied: arrays differ in their lengths on that axis, or a leaf is not an array.
     """
     if into.count("{}") != 1:
-        raise RuleError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
+        raise TransformError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
     def names(start: Path, lengths: dict[Path, int]) -> list[str]:
         count = next(iter(lengths.values()), 0)
         if not count or {*lengths.values()} != {count}:
             found = one_line(f"{show_path(path)}: {length}" for path, length in lengths.items()) or "no arrays"
-            raise RuleError(
+            raise TransformError(
                 f"the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; found "
                 f"{found}. Match only what is stacked, or name its axis"
             )
@@ -104,23 +98,19 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
             kernels of Dense are (in, out).
 
     Raises:
-        TransformError: fewer than two names; when applied: they occur nowhere side by side, or differ in more than
-            the length on that axis.
-        NameCollisionError: when applied: there already is an ``into``.
+        TransformError: when applied: they occur nowhere side by side, or differ in more than the length on that axis.
     """
     if len(set(names)) < max(len(names), 2):
-        raise RuleError(f"expected a list of two or more different names, found {names!r:.100}")
+        raise TransformError(f"expected a list of two or more different names, found {names!r:.100}")
 
     def row(_: Path, siblings: dict[int, Path]) -> list[Path]:
         return [siblings[number] for number in range(len(names))] if len(siblings) == len(names) else []
 
     def unchanged(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        return _edit_tree.axis_of(axis, shape), shape
+        return _edit_tree.axis_of(axis, shape)[0], shape
 
-    numbers = {name: number for number, name in enumerate(names)}
-    compiled = _patterns.whole_names("|".join(map(re.escape, names)))
-    joining = _joining(_patterns.new_names(into), lambda _, match: numbers[match[0]], row, unchanged)
-    return _inner_first(compiled, joining, near=names[0])
+    pattern = "|".join(map(re.escape, names))
+    return _joining(pattern, into, lambda _, match: [*names].index(match[0]), row, unchanged)
 
 
 @rule
@@ -133,14 +123,10 @@ def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int
         pattern: matches one or several whole names (``attention/qkv``) anywhere.
         into: names of the parts, in their order.
         axis: the axis that is split; negative counts from the end. `fuse` has examples.
-        sizes: lengths of the parts on that axis; equal parts if not given.
-
-    Raises:
-        TransformError: when applied: there is no such subtree or leaf, or an array has no such parts.
-        NameCollisionError: when applied: there already is a new name.
+        sizes: lengths of the parts on that axis, which must make it up; equal parts if not given.
     """
     if not into or (sizes is not None and len(sizes) != len(into)):
-        raise RuleError(f"expected a list of names, and as many sizes if any; got sizes {sizes}")
+        raise TransformError(f"expected a list of names, and as many sizes if any; got sizes {sizes}")
 
     def lengths(length: int, count: int) -> Sequence[int]:
         found = [length // count] * count if sizes is None else sizes
@@ -156,10 +142,11 @@ Part = Callable[[tuple[int, ...]], tuple[int, tuple[int, ...]]]
 Found = dict[Path, tuple[Path, re.Match[str]]]  # key path of a matching node → that of the branch above, and the match
 
 
-def _inner_first(pattern: re.Pattern[str], change: Callable[[Node, Found], Node | None], *, near: str) -> Apply:
+def _inner_first(pattern: str, change: Callable[[Node, Found], Node | None]) -> Apply:
     """Return the `apply` of a rule that changes the nodes that match, first those in inner branches.
 
     ``change`` takes a tree and what was found in branches of one depth; it returns None to leave all of that."""
+    names = _patterns.whole_names(pattern)
 
     def apply(stored: Node, _: Node) -> Node:
         tree, is_changed = stored, False
@@ -168,27 +155,29 @@ def _inner_first(pattern: re.Pattern[str], change: Callable[[Node, Found], Node 
             found = {
                 (*place, *level): (place, match)
                 for place in places
-                for level, match in _patterns.below(node_at(tree, place), place, pattern)
+                for level, match in _patterns.below(node_at(tree, place), place, names)
             }
             if found and (new := change(tree, found)) is not None:
                 tree, is_changed = new, True
         if not is_changed:
-            raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
+            raise TransformError(f"matches nothing in the checkpoint; {_patterns.near_names(pattern, stored)}")
         return tree
 
     return apply
 
 
 def _joining(
-    into: Path,
+    pattern: str,
+    into: str,
     number: Callable[[Path, re.Match[str]], int],
     row: Callable[[Path, dict[int, Path]], list[Path]],
     part: Part,
-) -> Callable[[Node, Found], Node | None]:
-    """Return the change that joins rows of nodes into one each, which takes the place of the first.
+) -> Apply:
+    """Return the `apply` of a rule that joins rows of matching nodes into one each, in the place of the first.
 
     ``row`` takes a branch and its nodes by number, and returns them in order, or none; ``part`` takes the shape of an
     array and returns the axis on which the arrays are concatenated, and the shape that it has then."""
+    levels = _patterns.new_names(into)
 
     def joined(tree: Node, found: Found) -> Node | None:
         numbered: dict[Path, dict[int, Path]] = {}
@@ -197,7 +186,7 @@ def _joining(
             if other != path:
                 raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
         rows = {place: paths for place, nodes in numbered.items() if (paths := row(place, nodes))}
-        ends = {paths[0]: (*place, *into) for place, paths in rows.items()}
+        ends = {paths[0]: (*place, *levels) for place, paths in rows.items()}
         whole = {path: leaf for paths in rows.values() for path, leaf in _join(tree, paths, part)}
         gone = {path for paths in rows.values() for path in paths}
 
@@ -209,7 +198,7 @@ def _joining(
 
         return _edit_tree.rebuild(tree, new_leaves) if rows else None
 
-    return joined
+    return _inner_first(pattern, joined)
 
 
 def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Node]]:
@@ -225,17 +214,33 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
     nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
     for below in dict.fromkeys(path for node in nodes for path in node):
         full = [(*path, *below) for path in paths]
-        with _edit_tree.fitting(full[0], nodes[0].get(below)):
-            kinds = [kind(path, node[below]) if below in node else None for path, node in zip(full, nodes, strict=True)]
-            usual = max(dict.fromkeys(kinds), key=kinds.count)
-            for path, node, one in zip(full, nodes, kinds, strict=True):
-                if one != usual:
-                    there = node_at(tree, path)
-                    text = _edit_tree.describe(there) if below in node or there is not None else "not there"
-                    like = show_path(full[kinds.index(usual)])
-                    raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
-            leaves = [node[below] for node in nodes]
+        kinds = [kind(path, node[below]) if below in node else None for path, node in zip(full, nodes, strict=True)]
+        usual = max(dict.fromkeys(kinds), key=kinds.count)
+        for path, one in zip(full, kinds, strict=True):
+            if one != usual:
+                text = (
+                    "not there"
+                    if one is None and node_at(tree, path) is None
+                    else _edit_tree.describe(node_at(tree, path))
+                )
+                like = show_path(full[kinds.index(usual)])
+                raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
+        leaves = [node[below] for node in nodes]
+        with _edit_tree.fitting(full[0], leaves[0]):
             yield full[0], leaves[0] if _has_no_value(leaves[0]) else _concatenated(leaves, part)
+
+
+def _concatenated(leaves: list[Any], part: Part) -> Derived:
+    at, first = part(_edit_tree.require_array(leaves[0]).shape or ())
+    shapes = [part(leaf.shape)[1] for leaf in leaves]
+    whole, dtype = (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :]), leaves[0].dtype
+
+    def join(*values: Any) -> Any:
+        # Into memory of that dtype: numpy alone would drop a foreign byte order.
+        parts = [np.reshape(value, shape) for value, shape in zip(values, shapes, strict=True)]
+        return np.concatenate(parts, axis=at, out=memory.empty(whole, dtype))
+
+    return Derived(tuple(leaves), join, whole, dtype, f"{len(leaves)} joined")
 
 
 def _dividing(
@@ -258,9 +263,7 @@ def _dividing(
             for path, leaf in iter_leaves(node_at(tree, start), start):
                 if not _has_no_value(leaf):
                     with _edit_tree.fitting(path, leaf):
-                        shape = _edit_tree.require_array(leaf).shape or ()
-                        axes[path] = _edit_tree.axis_of(axis, shape)
-                        lengths[path] = shape[axes[path]]
+                        axes[path], lengths[path] = _edit_tree.axis_of(axis, _edit_tree.require_array(leaf).shape)
             ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
 
         def new_leaves(path: Path, leaf: Any) -> Iterator[tuple[Path, Node]]:
@@ -278,22 +281,9 @@ def _dividing(
 
         return _edit_tree.rebuild(tree, new_leaves)
 
-    return _inner_first(_patterns.whole_names(pattern), divided, near=pattern)
+    return _inner_first(pattern, divided)
 
 
 def _has_no_value(leaf: Node) -> bool:
     """Return whether a leaf holds no stored value: None, left to the target, an empty branch."""
     return leaf is None or isinstance(leaf, Own | Branch)
-
-
-def _concatenated(leaves: list[Array], part: Part) -> Derived:
-    at, first = part(_edit_tree.require_array(leaves[0]).shape or ())
-    shapes = [part(leaf.shape or ())[1] for leaf in leaves]
-    whole, dtype = (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :]), np.dtype(leaves[0].dtype)
-
-    def join(*values: Any) -> Any:
-        # Into memory of that dtype: numpy alone would drop a foreign byte order.
-        parts = [np.reshape(value, shape) for value, shape in zip(values, shapes, strict=True)]
-        return np.concatenate(parts, axis=at, out=memory.empty(whole, dtype))
-
-    return Derived(tuple(leaves), join, whole, dtype, f"{len(leaves)} joined")

@@ -10,13 +10,14 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
-from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, RuleError, applied, misfit, named, rule
+from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, applied, misfit, named, rule
 
 
 @rule
@@ -30,16 +31,12 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
             overlap, the one that begins first is taken, then the one that matches the most names, then the first.
         replacement: the new names, as in ``re.sub``: text that may refer to groups (``block_\\1``) and contain ``/``,
             or a function that takes the match and returns such text.
-
-    Raises:
-        TransformError: a bad pattern or replacement; when applied: a pattern matches nothing in the checkpoint.
-        NameCollisionError: when applied: two leaves would get the same name.
     """
     if isinstance(pattern, Mapping) == (replacement is not None) or not pattern:
-        raise RuleError("expected a pattern and a replacement, or a mapping of such pairs")
+        raise TransformError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
     names = [_patterns.whole_names(one) for one in given]
-    fills = [_patterns.filled(name, text) for name, text in zip(names, given.values(), strict=True)]
+    fills = [*map(_patterns.filled, names, given.values())]
     plain = {text: number for number, text in enumerate(given) if text == literal(text) and "/" not in text}
     searched = [number for number, text in enumerate(given) if text not in plain]
 
@@ -58,7 +55,7 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         tree = _edit_tree.remap(stored, renamed)
         for text in unmatched.values():
             what = "nothing that other patterns leave" if len(given) > 1 else "nothing in the checkpoint"
-            raise RuleError(f"{text!r} matches {what}; {_patterns.near_names(text, stored)}")
+            raise TransformError(f"{text!r} matches {what}; {_patterns.near_names(text, stored)}")
         return tree
 
     return apply
@@ -72,10 +69,6 @@ def move(source: str, to: Replacement) -> Apply:
         source: pattern of whole key paths in the checkpoint.
         to: key path of the destination, as in ``re.sub``; an existing subtree is merged. Empty makes ``source`` the
             whole tree and drops all else, as in ``move("params", "")``: parameters only, for inference.
-
-    Raises:
-        TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
-        NameCollisionError: when applied: two leaves would get the same name.
     """
     return _relocated(source, to, stays=False)
 
@@ -88,10 +81,6 @@ def copy(source: str, to: Replacement) -> Apply:
         source: pattern of whole key paths in the checkpoint.
         to: key path of the copy, as in ``re.sub``; the values are read once and share no memory. A Python number
             becomes an array where the target has one: ``copy("step", "opt_state/1/count")`` lets a new schedule go on.
-
-    Raises:
-        TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
-        NameCollisionError: when applied: there is such a leaf already.
     """
     return _relocated(source, to, stays=True)
 
@@ -103,9 +92,9 @@ def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
         found = _patterns.select(stored, [source])
         ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
         tree = _moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
-        for start, end in ends.items() if stays else ():
-            if (number := _as_array(node_at(stored, start), node_at(target, end))) is not None:
-                tree = _edit_tree.put(tree, end, number)
+        for start, end in ends.items():
+            number = _as_array(node_at(stored, start), node_at(target, end)) if stays else None
+            tree = tree if number is None else _edit_tree.put(tree, end, number)
         return tree
 
     return apply
@@ -139,9 +128,6 @@ def drop(*patterns: str) -> Apply:
 
     Args:
         patterns: of whole key paths in the checkpoint.
-
-    Raises:
-        TransformError: no pattern, or a bad one; when applied: the checkpoint has no such path.
     """
     _patterns.check(patterns)
 
@@ -159,9 +145,6 @@ def wrap(name: str, at: str = "") -> Apply:
     Args:
         name: of the new level; ``a/b`` makes two levels.
         at: pattern of whole key paths of subtrees in the checkpoint; empty for the whole tree.
-
-    Raises:
-        TransformError: no name, or a bad pattern; when applied: the checkpoint has no such path, or a leaf there.
     """
     levels = _patterns.new_names(name)
     _patterns.compiled(at)
@@ -180,10 +163,6 @@ def unwrap(name: str, at: str = "") -> Apply:
     Args:
         name: pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place.
         at: pattern of whole key paths of the subtrees that hold it; empty for the whole tree.
-
-    Raises:
-        TransformError: a bad pattern; when applied: the checkpoint has no such level, or a leaf there.
-        NameCollisionError: when applied: a child has the name of something beside the level.
     """
     for pattern in (name, at):
         _patterns.compiled(pattern)
@@ -213,14 +192,9 @@ def nest(separator: str = "/", at: str = "") -> Apply:
     Args:
         separator: text between the names of the levels.
         at: pattern of whole key paths of subtrees in the checkpoint, below which names are split; empty for all.
-
-    Raises:
-        TransformError: no separator, or a bad pattern; when applied: the checkpoint has no such path, or no such name
-            below it.
-        NameCollisionError: when applied: two leaves would get the same name, or one the name of a subtree.
     """
     if not separator:
-        raise RuleError("the separator is empty")
+        raise TransformError("the separator is empty")
     _patterns.compiled(at)
 
     def apply(stored: Node, _: Node) -> Node:
@@ -232,7 +206,7 @@ def nest(separator: str = "/", at: str = "") -> Apply:
                     ends[(*start, *path)] = (*start, *parts)
         if not ends:
             near = _patterns.near_names(separator, stored)
-            raise RuleError(f"no name in the checkpoint has {separator!r} in it; {near}")
+            raise TransformError(f"no name in the checkpoint has {separator!r} in it; {near}")
         return _moved(stored, ends)
 
     return apply
@@ -244,10 +218,6 @@ def from_target(*patterns: str) -> Apply:
 
     Args:
         patterns: of whole key paths of subtrees or leaves in the target.
-
-    Raises:
-        TransformError: no pattern, or a bad one; when applied: the target has no such path, or the checkpoint has a
-            leaf where the target has a subtree around it.
     """
     _patterns.check(patterns)
 
@@ -281,15 +251,13 @@ def from_checkpoint(
         transforms: rules for that checkpoint, such as renames, before the subtrees are taken.
 
     Raises:
-        TransformError: no pattern, or a bad one; no list of rules; when applied: the target or that checkpoint has no
-            such path.
         CheckpointNotFoundError: when applied: there is no such checkpoint.
         CheckpointError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
     _patterns.check(patterns)
     where, prefix = as_text(path), as_text(prefix, "prefix")
     if not isinstance(transforms, list | tuple) or not all(isinstance(one, Rule) for one in transforms):
-        raise RuleError(f"transforms= is a list of rules, found {transforms!r:.100}")
+        raise TransformError(f"transforms= is a list of rules, found {transforms!r:.100}")
 
     def apply(stored: Node, target: Node, open_tree: OpenTree) -> Node:
         located, other = open_tree(where, step, prefix)
@@ -302,7 +270,7 @@ def from_checkpoint(
             if start is None:
                 shown = show_path(place)
                 near = _patterns.near_names(shown, other)
-                raise RuleError(f"{located} has no {shown}; {near}", leaf=shown)
+                raise TransformError(f"{located} has no {shown}; {near}", leaf=shown)
             stored = _edit_tree.put(stored, place, node_at(other, start))
         return stored
 
@@ -329,7 +297,7 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
 
     def apply(stored: Node, target: Node) -> Node:
         if target is None:
-            raise RuleError("maps names of a target, and there is none; use rules.rename or rules.move")
+            raise TransformError("maps names of a target, and there is none; use rules.rename or rules.move")
         sources: dict[Path, Path] = {}  # by place in the target
         keys: dict[Path, str] = {}  # by place, the last of those that match it
         for new, fill in fills.items():
@@ -340,11 +308,11 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
                 if len(found) != 1:
                     problem = f"means {len(found)} things" if found else "is not stored"
                     near = _patterns.near_names(old, stored)
-                    raise RuleError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
+                    raise TransformError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
                 sources[place], keys[place] = found[0], new
         if idle := fills.keys() - set(keys.values()):
             shown = show_path(next(iter(_patterns.select(target, [min(idle)]))))
-            raise RuleError(f"{min(idle)!r} matches only what later keys match, too; leave it out", leaf=shown)
+            raise TransformError(f"{min(idle)!r} matches only what later keys match, too; leave it out", leaf=shown)
         tree = stored
         for place in sorted(sources, key=len):
             tree = _edit_tree.put(tree, place, node_at(stored, sources[place]))

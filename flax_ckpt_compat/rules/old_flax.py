@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.steps import linen_names
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
 _MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
@@ -22,31 +21,24 @@ def pre_linen(at: str = "params") -> Apply:
     Args:
         at: pattern of whole key paths in the checkpoint; with moments of an optimizer
             ``"params|opt_state/0/[mn]u"``.
-
-    Raises:
-        TransformError: when applied: the checkpoint has no such path, or all names below it are linen's already.
     """
     _patterns.compiled(at)
 
     def apply(stored: Node, _: Node) -> Node:
-        new: dict[Path, Path] = {}
+        new: dict[Path, dict[str, str]] = {}  # by key path of a module, the names in it
         for start in _patterns.select(stored, [at]):
-            found = {path: (*start, *below) for path, below in _linen_paths(node_at(stored, start), start, ())}
-            if all(path == other for path, other in found.items()):
+            modules = iter_branches(node_at(stored, start), start)
+            found = {path: linen_names(module.children) for path, module in modules}
+            if all(name == other for names in found.values() for name, other in names.items()):
                 raise misfit(start, "has names that are linen's already; leave the rule out")
             new |= found
-        return _edit_tree.remap(stored, lambda path: [new.get(path, path)])
+
+        def renamed(path: Path) -> Path:
+            return tuple(new.get(path[:end], {}).get(name, name) for end, name in enumerate(path))
+
+        return _edit_tree.remap(stored, lambda path: [renamed(path)])
 
     return apply
-
-
-def _linen_paths(node: Node, path: Path, new: Path) -> Iterator[tuple[Path, Path]]:
-    if not isinstance(node, Branch) or not node.children:
-        yield path, new
-        return
-    renamed = linen_names(node.children)
-    for name, child in node.children.items():
-        yield from _linen_paths(child, (*path, name), (*new, renamed[name]))
 
 
 @rule
@@ -59,9 +51,7 @@ def pre_optax() -> Apply:
     rename modules can come before or after this one.
 
     Raises:
-        TransformError: when applied: there is no ``optimizer`` with ``target`` and ``state``, or the moments of one
-            parameter would fit in several places.
-        NameCollisionError: when applied: the checkpoint has ``params`` or ``opt_state`` already.
+        TransformError: when applied: there is no such ``optimizer``, or moments would fit in several places.
     """
 
     def apply(stored: Node, target: Node) -> Node:
@@ -73,17 +63,15 @@ def pre_optax() -> Apply:
         keeps_step = "step" not in stored.children and (not has_target or "step" in target.children)
 
         def new_paths(path: Path) -> list[Path]:
-            kind, below = path[len(start) :][:1], path[len(start) + 1 :]
-            if path[: len(start)] != start or kind not in (("target",), ("state",)):
-                return [path]
-            if kind == ("target",):
-                return [below if is_nested else ("params", *below)]
-            if below == ("step",):
-                return [below] if keeps_step else []
-            if below[:1] != ("param_states",):
-                return [path]
-            parameter = below[2:-1] if is_nested and below[1:2] == ("params",) else below[1:-1]
-            return _moment_paths(stored, target, path, parameter)
+            match path[len(start) :] if path[: len(start)] == start else ():
+                case ("target", *below):
+                    return [tuple(below) if is_nested else ("params", *below)]
+                case ("state", "step"):
+                    return [("step",)] if keeps_step else []
+                case ("state", "param_states", *below):
+                    parameter = below[1:-1] if is_nested and below[:1] == ["params"] else below[:-1]
+                    return _moment_paths(stored, target, path, tuple(parameter))
+            return [path]
 
         tree = _edit_tree.remap(stored, new_paths)
         step = node_at(stored, (*start, "state", "step"))
@@ -105,7 +93,7 @@ def _optimizer(stored: Node) -> Path:
     for start in ((), ("optimizer",)):
         if all(isinstance(node_at(stored, (*start, name)), Branch) for name in ("target", "state")):
             return start
-    raise RuleError(
+    raise TransformError(
         "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
         f"{_patterns.near_names('optimizer/target', stored)}"
     )

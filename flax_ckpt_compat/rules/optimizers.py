@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._edit_tree import is_empty, leaves_of
-from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
+from flax_ckpt_compat.rules._rule import Apply, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
 _FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
@@ -69,7 +70,7 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None, subtree
             similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
             taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
         if not taken:
-            raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
+            raise TransformError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
         if is_elsewhere:
             _refuse_loss(stored, at_path, start)
 
@@ -90,7 +91,7 @@ def _place(tree: Node, pattern: str, whose: str) -> Path:
     first, *others = _patterns.select(tree, [pattern], whose=whose)
     if others:
         shown = one_line(map(show_path, (first, *others)))
-        raise RuleError(f"{pattern!r} must match one place in {whose}, found {shown}")
+        raise TransformError(f"{pattern!r} must match one place in {whose}, found {shown}")
     return first
 
 
@@ -177,7 +178,7 @@ class _Group:
             raise self._ambiguous([(state, one) for one in equal])
         return equal[0] if equal else None  # others have other parameters; `taken` adds those
 
-    def _ambiguous(self, pairs: list[tuple[_State, _State]]) -> RuleError:
+    def _ambiguous(self, pairs: list[tuple[_State, _State]]) -> TransformError:
         """Return the error for states that fit equally well, with the rules for pairs of them."""
         lines = []
         for state, source in pairs[:4]:
@@ -187,7 +188,7 @@ class _Group:
                 here, there = here[:-1], there[:-1]
             paths = dict.fromkeys((show_path((*self.at_path, *here)), show_path((*self.start, *there))))
             lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
-        return RuleError(
+        return TransformError(
             "several states fit equally well; name those that belong together, each in a rule of its own: "
             f"{' or '.join(lines)}; use from_target for one that starts anew",
             leaf=show_path((*self.at_path, *pairs[0][0].path)),
@@ -220,7 +221,9 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
     if bool(there) == bool(here):
         where = "both states have" if here else "neither state has"
         shown = show_path(part)
-        raise RuleError(f"{where} {shown} below its moments, so that it is neither taken away nor added", leaf=shown)
+        raise TransformError(
+            f"{where} {shown} below its moments, so that it is neither taken away nor added", leaf=shown
+        )
 
     def new_paths(path: Path) -> list[Path]:
         for end, name in enumerate(path, 1):
@@ -240,7 +243,7 @@ def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
         here = (*at_path, *path)
         if isinstance(leaf, LeafHandle) and here[max(len(here) - len(leaf.path), 0) :] == leaf.path:
             shown = show_path(at_path)
-            raise RuleError(
+            raise TransformError(
                 f"the checkpoint has {shown}, too, which {show_path(start)} would replace; before this rule use "
                 f"rules.drop({shown!r}) if it is not wanted, else rules.move({start[0]!r}, 'old') and read old/… here",
                 leaf=shown,

@@ -383,7 +383,7 @@ def test_apply_cannot_write_to_the_stored_value(tmp_path: Path) -> None:
     path = save(tmp_path / "x", {"w": count((2,))}, format="msgpack")
     with pytest.raises(ValueError, match="read-only") as caught:
         restore(path, {"w": np.zeros(2, np.float32)}, transforms=[rules.apply("w", double)])
-    assert re.search(r"raised by the function of rules.apply\('w', .*double\): w", str(caught.value.__notes__))
+    assert re.search(r"raised by the function of rules.apply\('w', …\), for w", str(caught.value.__notes__))
 
 
 def test_apply_may_return_its_argument(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     ({"layer_0": {"w": count((2,))}, "layer_2": {"w": count((2,))}}, STACK, r"\[0, 2\], expected consecutive"),
     ({"layer_1": {"w": count((2,))}}, STACK, r"\[1\], expected consecutive ones from first=0"),
     ({"layer_0": {"w": count((2,))}, "layer_00": {"w": count((2,))}}, STACK, "same number"),
-    ({"a/b": {"layer_a": {"w": count((1,))}}}, rules.stack("layer_(.)", "x"), r"a\\/b/layer_a, expected a number"),
+    ({"a/b": {"layer_a": {"w": count((1,))}}}, rules.stack("layer_(.)", "x"), r"a\\/b/layer_a has 'a' where"),
     (layers({"w": count((1,))}, {"w": count(())}), rules.stack(r"layer_(\d)", "x", axis=1), "layer_1/w is .*no axis 1"),
     (SMALL, STACK, "matches nothing"),
     ({"x": {"a": count((2,)), "b": count((3,))}}, rules.unstack("x", "x_{}"), "x/a: 2, x/b: 3"),

@@ -1,0 +1,458 @@
+"""Change leaves one by one: dtype, length, order and number of axes, any function, PRNG keys."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.dtypes import dtype_from_name, is_float, is_integer
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
+from flax_ckpt_compat.rules import _edit_tree
+from flax_ckpt_compat.rules._edit_tree import Array
+from flax_ckpt_compat.rules._rule import Apply, rule
+
+_METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
+_finfo: Any = ml_dtypes.finfo  # which has no types
+
+
+@rule
+def cast(pattern: str, dtype: Any) -> Apply:
+    """Cast arrays to another dtype of the same kind: ``cast("params", "bfloat16")``.
+
+    Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
+    are left alone, as are numbers, text and keys. Floats are rounded to nearest, so values below the dtype's smallest
+    number become zero (1e-30 in ``float16``); Adam's ``nu`` is often that small.
+
+    Args:
+        pattern: as in `rename`: matches whole names anywhere in the key path.
+        dtype: name, numpy dtype or scalar type.
+
+    Raises:
+        TransformError: no such dtype; when restored: a value out of its range, or an infinity or NaN that it lacks.
+    """
+    try:
+        wanted = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise TransformError(f"{dtype!r} is not a dtype ({error}); pass a name such as 'bfloat16'") from error
+    kind = _kind_of(wanted)
+    if kind is None:
+        raise TransformError("expected a dtype of floats, ints or complex numbers")
+
+    def changed(leaf: Array, what: str, _: Node) -> Node:
+        if leaf.dtype == wanted:
+            return leaf
+        how = f"{leaf.dtype} → {wanted.name}"
+        return _edit_tree.derived(leaf, lambda value: _checked_cast(value, wanted, what), how, dtype=wanted)
+
+    return _each_number(pattern, changed, kind)
+
+
+@rule
+def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
+    """Pad arrays, such as embeddings for a larger vocabulary: ``pad("embedding", 50304, value="target")``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        size: new length on the axis; arrays that have it already stay as they are.
+        axis: the axis to pad; negative counts from the end.
+        value: number to fill with, rounded as by `cast`, or ``"target"`` for the values of the target's own array at
+            the same path.
+
+    Raises:
+        TransformError: when applied: an array is longer, or ``value`` does not fit; when restored: the target's do not.
+    """
+    if isinstance(value, str) and value != "target":
+        raise TransformError(f"value is {value!r}, expected a number or 'target'")
+
+    def changed(leaf: Array, what: str, own: Node) -> Node:
+        old, dtype = leaf.shape or (), np.dtype(leaf.dtype)
+        at, length = _edit_tree.axis_of(axis, old)
+        if length == size:
+            return leaf
+        if length > size:
+            raise ValueError(f"it has length {length} on axis {axis} already; see cut")
+        shape = (*old[:at], size, *old[at + 1 :])
+        fill = _targets_own(own, shape, dtype) if isinstance(value, str) else _fill(value, dtype)
+
+        def padded(stored: Any) -> Any:
+            result = memory.empty(shape, dtype)
+            new = (*(slice(None),) * at, slice(length, None))
+            if fill.ndim == 0:
+                result[new] = fill
+            else:  # of the target's, only the padding is used
+                own_part = np.asarray(fill)[new]
+                what_is_cast = f"{what}: the target's own array"
+                result[new] = _checked_cast(own_part, dtype, what_is_cast) if _kind_of(dtype) else own_part
+            result[tuple(map(slice, old))] = stored
+            return result
+
+        note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
+        return _edit_tree.derived(leaf, padded, f"{length} → {size} on axis {at}, {note}", shape=shape)
+
+    return _edit_tree.each_leaf(pattern, changed)
+
+
+@rule
+def cut(pattern: str, size: int, axis: int = 0) -> Apply:
+    """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        size: new length on the axis; arrays that have it already stay as they are, and shorter ones are an error.
+        axis: the axis to cut; negative counts from the end.
+    """
+    if size < 0:
+        raise TransformError("a length cannot be negative")
+
+    def changed(leaf: Array, *_: Any) -> Node:
+        at, length = _edit_tree.axis_of(axis, leaf.shape)
+        if length < size:
+            raise ValueError(f"it has length {length} on axis {axis} only; see pad")
+        if length == size:
+            return leaf
+        return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
+
+    return _edit_tree.each_leaf(pattern, changed)
+
+
+@rule
+def transpose(pattern: str, axes: Sequence[int]) -> Apply:
+    """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
+
+    Args:
+        pattern: as in `rename`.
+        axes: for each new axis the index of the old one; negative counts from the end.
+    """
+    return _edit_tree.rearranged(pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
+
+
+@rule
+def reshape(pattern: str, shape: Sequence[int]) -> Apply:
+    """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
+
+    Args:
+        pattern: as in `rename`.
+        shape: the new shape; one length may be -1 and is then computed.
+    """
+    if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
+        raise TransformError("at most one length may be -1; other negative lengths are not allowed")
+    return _edit_tree.rearranged(pattern, lambda value: value.reshape(tuple(shape)))
+
+
+@rule
+def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
+    """Make several axes of one, with values in C order: ``split_axis("layers", (3, 4))`` for 12 layers in 3 groups.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        sizes: lengths of the two or more new axes; one may be -1 and is then computed.
+        axis: the axis to split; negative counts from the end.
+    """
+    if len(sizes) < 2 or sum(size < 0 for size in sizes) > 1 or min(sizes) < -1:
+        raise TransformError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
+
+    def function(value: Any) -> Any:
+        at, length = _edit_tree.axis_of(axis, value.shape)
+        new = np.broadcast_to(0, length).reshape(tuple(sizes)).shape
+        return value.reshape(*value.shape[:at], *new, *value.shape[at + 1 :])
+
+    return _edit_tree.rearranged(pattern, function)
+
+
+@rule
+def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
+    """Make one axis of several, with values in C order, the inverse of `split_axis`: ``merge_axes("layers")``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        axis: the first of the axes; negative counts from the end.
+        count: number of axes, two or more.
+    """
+    if count < 2:
+        raise TransformError("expected two or more axes")
+
+    def function(value: Any) -> Any:
+        at, _ = _edit_tree.axis_of(axis, value.shape)
+        if at + count > value.ndim:
+            raise IndexError(f"it has no {count} axes from axis {axis} on; match only arrays that have")
+        return value.reshape(*value.shape[:at], math.prod(value.shape[at : at + count]), *value.shape[at + count :])
+
+    return _edit_tree.rearranged(pattern, function)
+
+
+@rule
+def index(pattern: str, number: int, axis: int = 0) -> Apply:
+    """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        number: the index; negative counts from the end.
+        axis: the axis; negative counts from the end.
+    """
+
+    def changed(leaf: Array, *_: Any) -> Node:
+        at, length = _edit_tree.axis_of(axis, leaf.shape)
+        if not -length <= number < length:
+            raise IndexError(f"it has length {length} on axis {axis}, so no index {number}")
+        first = number % length
+        return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
+
+    return _edit_tree.each_leaf(pattern, changed)
+
+
+@rule
+def unreplicate(pattern: str = ".*") -> Apply:
+    """Take the first replica of a state that was saved replicated for ``jax.pmap``, and read only that.
+
+    All matching arrays and typed PRNG keys lose their first axis, which must be equally long everywhere; numbers stay.
+    Replicas are not compared. Where they differ, as batch statistics do that were not synchronized, `apply` can take
+    their mean.
+
+    Args:
+        pattern: as in `rename`; matches all if not given.
+    """
+    _edit_tree.each_leaf(pattern, lambda leaf, *_: leaf)  # which refuses what is no pattern
+
+    def apply(stored: Node, target: Node) -> Node:
+        lengths: set[int] = set()
+
+        def first(leaf: Any, *_: Any) -> Node:
+            shape = leaf.shape[:-1] if isinstance(leaf, LeafHandle) and is_key(leaf) else leaf.shape
+            count = shape[0] if shape else 0
+            lengths.add(count)
+            if not count or len(lengths) > 1:
+                others = f", others {min(lengths - {count})}" if len(lengths) > 1 else ""
+                raise ValueError(f"{count or 'no'} replicas on its first axis{others}; match only what is replicated")
+            how = f"replica 0 of {count}"
+            if is_array(leaf):
+                return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
+            return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
+
+        change = _edit_tree.each_leaf(pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
+        return change(stored, target)
+
+    return apply
+
+
+@rule
+def resize(
+    pattern: str,
+    shape: Sequence[int],
+    method: str = "linear",
+    axis: int | None = None,
+    skip: int = 0,
+    antialias: bool = True,
+) -> Apply:
+    """Interpolate arrays of floats, such as position embeddings: ``resize("pos_embedding", (24, 24), axis=1, skip=1)``.
+
+    The values are those of ``jax.image.resize``, computed in float32 (float64 for float64) and rounded once to the
+    stored dtype. torch's bicubic interpolation has another kernel.
+
+    Args:
+        pattern: as in `rename`. Moments of the optimizer match too; ``cubic`` and ``lanczos`` can make second moments
+            negative, so begin the pattern with ``^params/`` and let the target keep its moments there.
+        shape: the new shape; with ``axis`` that of the grid.
+        method: of ``jax.image.resize``: ``nearest``, ``linear``, ``cubic``, ``lanczos3`` or ``lanczos5``.
+        axis: the axis that holds a square grid of positions row by row, as in a ViT; None resizes the whole array.
+        skip: number of values before the grid on that axis, such as a class token, which stay.
+        antialias: smooth before an axis becomes shorter.
+    """
+    new = tuple(shape)
+    if method not in _METHODS or not new or min(new) < 1 or skip < 0 or (skip and axis is None):
+        raise TransformError(
+            f"expected a shape of positive lengths, one of the methods {', '.join(_METHODS)}, and an "
+            "axis if there are values to skip"
+        )
+
+    def changed(leaf: Array, what: str, _: Node) -> Node:
+        before = old = leaf.shape or ()
+        at, length, whole, after = 0, 0, new, new
+        if axis is not None:
+            at, length = _edit_tree.axis_of(axis, old)
+            side = round(max(length - skip, 0) ** (1 / len(new)))
+            if side ** len(new) != length - skip or not side:
+                raise ValueError(f"{length - skip} positions on axis {axis} are not a grid of equal sides; reshape it")
+            whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
+            before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))
+        elif len(old) != len(new):
+            raise ValueError(f"expected as many axes as in {list(new)}")
+        if before == after:
+            return leaf
+
+        def resized(value: Any) -> Any:
+            kept, grid = np.split(value, [skip], at)
+            result = _interpolated(grid.reshape(before), after, method, antialias)
+            result = _checked_cast(result, value.dtype, what)
+            if not skip:
+                return result.reshape(whole)
+            parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
+            return np.concatenate(parts, at, out=memory.empty(whole, value.dtype))
+
+        return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
+
+    return _each_number(pattern, changed, "floats")
+
+
+def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:
+    """Return ``jax.image.resize`` of an array, computed on the host in float32, or in float64 for float64."""
+    import jax
+
+    is_double = value.dtype == np.float64
+    wide = value.astype(np.float64 if is_double else np.float32)
+    enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+    with jax.transfer_guard("allow"), enable_x64(is_double), contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # jax may be set up without its CPU backend
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        return np.asarray(jax.image.resize(wide, shape, method, antialias))
+
+
+@rule
+def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
+    """Compute leaves with a function: ``apply("batch_stats", lambda value: value.mean(axis=0))``.
+
+    Args:
+        pattern: as in `rename`; only arrays, numbers, text and bytes, not PRNG keys.
+        function: takes the stored value (an array as a read-only ``np.ndarray``), returns the new one. It is called
+            when the value is read, so that plans and later rules do not know shape and dtype of the result.
+    """
+
+    def changed(leaf: Any, what: str, _: Node) -> Node:
+        def computed(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                value = value.view()
+                value.flags.writeable = False
+            try:
+                return function(value)
+            except Exception as error:
+                error.add_note(f"raised by the function of rules.apply({pattern!r}, …), for {what}")
+                raise
+
+        return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
+
+    return _edit_tree.each_leaf(
+        pattern, changed, "leaf", lambda leaf: isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
+    )
+
+
+@rule
+def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
+    """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does.
+
+    Args:
+        pattern: as in `rename`.
+        impl: name of the implementation, such as ``"threefry2x32"``; jax's default if None.
+    """
+
+    def changed(leaf: Array, *_: Any) -> Node:
+        import jax
+
+        name = impl or str(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+        data = jax.ShapeDtypeStruct(leaf.shape or (), np.uint32)
+        try:
+            keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not data of keys of {name} ({error}); name another impl, or do not match it") from error
+        return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
+
+    return _edit_tree.each_leaf(
+        pattern, changed, "array of uint32", lambda leaf: is_array(leaf) and leaf.dtype == np.uint32
+    )
+
+
+@rule
+def key_data(pattern: str) -> Apply:
+    """Turn typed PRNG keys into raw ones, arrays of uint32, as ``jax.random.key_data`` does.
+
+    Args:
+        pattern: as in `rename`.
+    """
+
+    def changed(leaf: LeafHandle, *_: Any) -> Node:
+        return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
+
+    return _edit_tree.each_leaf(
+        pattern, changed, "PRNG key", lambda leaf: isinstance(leaf, LeafHandle) and is_key(leaf)
+    )
+
+
+def _kind_of(dtype: np.dtype[Any]) -> str | None:
+    """Return the kind of number of a dtype; None for text, booleans and times."""
+    if is_integer(dtype):
+        return "ints"
+    if is_float(dtype):
+        return "floats"
+    return "complex numbers" if dtype.kind == "c" else None
+
+
+def _each_number(pattern: str, change: Callable[[Any, str, Node], Node], kind: str) -> Apply:
+    """Return the `apply` of a rule for arrays of one kind of numbers."""
+    return _edit_tree.each_leaf(
+        pattern, change, f"array of {kind}", lambda leaf: is_array(leaf) and _kind_of(leaf.dtype) == kind
+    )
+
+
+def _checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
+    """Cast an array; ``what`` names it in the TransformError about values that the dtype cannot hold."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = _astype(value, dtype)
+        bad = _unheld(value, result)
+    if bad.any():
+        raise TransformError(
+            f"{what} has {int(bad.sum())} values that {dtype.name} cannot hold, such as {value[bad][0]}; cast to a "
+            "wider dtype, or change them with rules.apply first"
+        )
+    return result
+
+
+def _astype(value: Any, dtype: np.dtype[Any]) -> Any:
+    try:
+        return value.astype(dtype)
+    except TypeError:  # numpy has no cast between some of the narrow dtypes
+        return value.astype(np.int64 if _kind_of(dtype) == "ints" else np.float64).astype(dtype)
+
+
+def _unheld(value: Any, result: Any) -> Any:
+    """Return a mask of the numbers that a cast changed by more than rounding."""
+    same = _astype(result, value.dtype)
+    if _kind_of(result.dtype) == "ints":
+        return (same != value) | ((result < 0) != (value < 0))
+    bad = np.isfinite(value) != np.isfinite(same)
+    if result.dtype.kind == "V" and not np.isnan(np.float32(np.nan).astype(result.dtype)):
+        # Narrow floats without NaN saturate at their largest value.
+        bad |= np.abs(value.astype(np.float64)) > float(_finfo(result.dtype).max)
+    return bad | (np.isnan(value) != np.isnan(same))
+
+
+def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return the fill value as a 0-d array of a dtype."""
+    number = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+    kind = _kind_of(dtype)
+    wide = {"floats": np.float64, "complex numbers": np.complex128}.get(kind or "")
+    if isinstance(number, int | float | np.floating) or (isinstance(number, complex) and kind == "complex numbers"):
+        with contextlib.suppress(ValueError, OverflowError), np.errstate(all="ignore"):
+            given = np.asarray(number, wide)
+            held = given.astype(dtype)
+            if held.item() == number or (wide and not _unheld(given, held)):
+                return held
+    raise ValueError(f"{value!r} does not fit; give a number that it holds")
+
+
+def _targets_own(own: Node, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return the target's array, which must have this shape, this kind of dtype and local values."""
+    if not isinstance(own, np.ndarray) and not (is_jax_array(own) and own.is_fully_addressable):
+        what = "abstract" if hasattr(own, "shape") else "not an array"
+        raise ValueError(f"the target's own is {what}, so that it has no values to fill with; give a number as value")
+    if tuple(own.shape) != shape:
+        raise ValueError(f"the target's own is {tuple(own.shape)}, expected {shape}; pad to its length")
+    if _kind_of(np.dtype(own.dtype)) != _kind_of(dtype) or (_kind_of(dtype) is None and own.dtype != dtype):
+        raise ValueError(f"the target's own is {own.dtype}, which does not become {dtype}; give a number as value")
+    return own
