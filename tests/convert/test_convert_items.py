@@ -517,16 +517,6 @@ def test_a_target_names_the_items_also_by_its_fields(tmp_path: Path, target: Any
     assert bits(flax_ckpt_compat.restore(result)) == bits({**trees, "opt": {"mu": [np.zeros(2)]}})
 
 
-def test_a_target_of_the_only_tree_that_has_the_name_of_its_item(tmp_path: Path) -> None:
-    """The tree has a child of that name, too, so the target is of the tree alone."""
-    tree = {"state": {"w": np.ones(2)}}
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        items = {"state": ocp.args.StandardSave(tree), "rng": KINDS["key"].saved}
-        manager.save(5, args=ocp.args.Composite(**items))
-    result = converted(tmp_path / "run" / "5", tmp_path / "dst", "manager", target=tree)
-    assert bits(flax_ckpt_compat.restore(result, item="state")) == bits(tree)
-
-
 def test_a_file_has_trees_arrays_and_keys_by_their_names(tmp_path: Path) -> None:
     """As a restore without a target gives them."""
     file = converted(saved(tmp_path / "run", ("state", "mean", "old_key", "numpy")), tmp_path / "file", "msgpack")

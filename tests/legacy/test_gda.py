@@ -16,7 +16,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, OutOfMemoryError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, iter_leaves
+from flax_ckpt_compat._core.tree import iter_leaves
 
 _DATA = Path(__file__).parents[1] / "data" / "gda"
 _LEAF, _TREE = ("two_processes_leaf", "checkpoint_7"), ("two_processes_tree", "checkpoint_3")
@@ -105,18 +105,6 @@ def test_escaping_reference(subpath, tmp_path):
     (tmp_path / "checkpoint_1_gda").mkdir()
     with pytest.raises(CorruptCheckpointError, match="leads out"):
         BACKEND.open(location_of(path))
-
-
-def test_relative_path(tmp_path, monkeypatch):
-    """The folder of arrays is found from a relative path too."""
-    path = _copy(_LEAF, tmp_path)
-    monkeypatch.chdir(path.parent)
-    assert BACKEND.open(location_of(path.name)).tree.read().shape == (8, 4)
-
-
-def test_bare_reference_is_a_leaf(tmp_path):
-    """A checkpoint that is one array has no branch at its root."""
-    assert not isinstance(BACKEND.open(location_of(_copy(_LEAF, tmp_path))).tree, Branch)
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape"])

@@ -12,15 +12,12 @@ import msgpack
 import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND, format
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
-from tests.support.profiles import examples
-from tests.support.trees import arrays, fingerprint
+from flax_ckpt_compat._core.tree import KeyData, iter_leaves
+from tests.support.trees import fingerprint
 
 
 @pytest.mark.usefixtures("in_windows")
@@ -45,30 +42,6 @@ def test_chunks_of_different_dtypes_are_no_array(load_bytes):
         load_bytes(msgpack.packb(document, default=flax.serialization._msgpack_ext_pack, strict_types=True))
 
 
-def test_large_arrays(save, load):
-    """Arrays of several pieces are read on threads into one array each."""
-    tree = {"a": np.arange(6 * 2**20), "b": np.arange(3 * 2**20, dtype=np.int16), "c": np.float32(3)}
-    assert fingerprint(load(save(tree))) == fingerprint(tree)
-
-
-@given(tree=st.lists(arrays(), min_size=1, max_size=8))
-@settings(max_examples=examples(50), deadline=None)
-def test_own_memory(save, tree):
-    """Arrays are writable, aligned, in C order, independent of each other, and outlive the reader and the file."""
-    path = save({str(index): array for index, array in enumerate(tree)})
-    reader = BACKEND.open(location_of(path))
-    restored = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
-    reader.close()
-    path.unlink()
-    for array in restored:
-        assert array.flags.writeable and array.flags.c_contiguous
-        assert array.ctypes.data % 64 == 0 or array.size == 0
-    for index, array in enumerate(restored):
-        array.reshape(-1).view(np.uint8)[...] = 1
-        for other in range(index + 1, len(tree)):
-            assert fingerprint(restored[other]) == fingerprint(tree[other])
-
-
 def test_handles_tell_without_reading(save):
     """Handles know kind, shape, dtype, size and path before anything is read."""
     path = save({"p": {"w": np.zeros((3, 4), ">i2")}, "s": np.float64(1), "n": 3, "t": "x", "b": b"xy", "none": None})
@@ -83,15 +56,6 @@ def test_handles_tell_without_reading(save):
     }
     assert leaves_of["none"] is None
     assert (leaves_of["p/w"].dtype, leaves_of["p/w"].path) == (np.dtype(">i2"), ("p", "w"))
-
-
-def test_int_keys_are_remembered(scratch):
-    """Names that were ints are listed by their branch."""
-    path = scratch()
-    path.write_bytes(msgpack.packb({1: 2, "b": [3]}))
-    tree = BACKEND.open(location_of(path)).tree
-    assert (list(tree.children), tree.int_keys) == (["1", "b"], {"1"})
-    assert tree.children["b"].container is Container.LIST
 
 
 def _counting(monkeypatch):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Shard, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Shard, iter_leaves
 from tests.support.profiles import examples
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint, state_dicts
 
@@ -70,14 +70,6 @@ def test_host_copy(save):
     assert save({"a": HostCopy.whole(np.asarray(array), array.sharding)}).read_bytes() == flax.serialization.to_bytes(
         {"a": array}
     )
-
-
-@pytest.mark.parametrize("container", list(Container))
-def test_containers_are_maps(scratch, container):
-    """Lists, tuples and namedtuples become maps, as in Flax's state dicts."""
-    path = scratch()
-    BACKEND.write(str(path), Branch({"0": 1, "1": Branch({}, container)}, container), WriteOptions())
-    assert path.read_bytes() == flax.serialization.to_bytes([1, []])
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (250,), (2, 0, 4)])

@@ -19,22 +19,20 @@ _PAUSE = 0.02  # between saves: without one, a reader may be overtaken ten times
 _SLACK = 8 << 20  # bytes that a process may grow by over all saves; real leaks are of the size of the tree
 
 
-def reader(system: System, tally: Tally, extent: Extent, url: str = "") -> None:
-    """Restore the latest checkpoint again and again while another process saves with ``keep=2``, on disk or there."""
+def reader(system: System, tally: Tally, extent: Extent) -> None:
+    """Restore the latest checkpoint again and again while another process saves with ``keep=2``."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        run = url or f"{folder}/run"
+        run = f"{folder}/run"
         with forks.running(lambda: _rotate(system, folder, run)):
             _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
 
 
-def overwrites(system: System, tally: Tally, extent: Extent, url: str = "") -> None:
-    """Restore the latest of two steps again and again while another process overwrites it: never the older step.
-
-    In a store, the older one counts while the newer one, of which text changes, too, has unfinished small files."""
+def overwrites(system: System, tally: Tally, extent: Extent) -> None:
+    """Restore the latest of two steps again and again while another process overwrites it: never the older step."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        run = url or f"{folder}/run"
+        run = f"{folder}/run"
         with forks.running(lambda: _overwrite(system, folder, run)):
-            _watch(system, folder, run, tally, extent, lambda found, last: found >= last or (bool(url) and found == 1))
+            _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
 
 
 def writers(system: System, tally: Tally, extent: Extent) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, power, processes, reads, stores
+from tests.reliability import concurrent, damage, fuzz, kills, power, processes, reads
 from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
 
@@ -60,13 +60,9 @@ WITH_SHIM = (
 )
 WITHOUT_SHIM = (
     Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),
-    Experiment("reader s3", "the same, on `s3://`", stores.on("s3", concurrent.reader), SYSTEMS[:2]),
-    Experiment("reader gs", "the same, on `gs://`", stores.on("gs", concurrent.reader), SYSTEMS[:2]),
     Experiment(
         "overwrites", "restored while another process overwrites the latest of two steps", concurrent.overwrites
     ),
-    Experiment("overwrites s3", "the same, on `s3://`", stores.on("s3", concurrent.overwrites), SYSTEMS[:2]),
-    Experiment("overwrites gs", "the same, on `gs://`", stores.on("gs", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
     Experiment(
         "bytes",

@@ -42,7 +42,7 @@ def _wrong(system: System, folder: str, before: STEPS, after: STEPS, *, acknowle
     if found not in latest:
         return f"lost: the latest checkpoint holds {found}, expected {sorted(map(str, latest))}"
     try:
-        listed = system.steps(folder) if "://" in folder or os.path.isdir(folder) else []
+        listed = system.steps(folder) if os.path.isdir(folder) else []
     except Exception as error:
         return f"unreadable: the steps: {text_of(error)}"
     for step in listed:

@@ -16,7 +16,6 @@ import pytest
 
 from tests.reliability import power_loss, shim
 from tests.support.interpreters import ROOT
-from tests.support.peers import version
 
 _ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
 needs_shim = pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not() or "it is there")
@@ -71,12 +70,8 @@ def test_nothing_of_two_processes_is_lost(scale: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.008])
 def test_readers_beside_writers_and_a_soak(scale: float) -> None:
-    """Every restore finds a whole checkpoint, on disks and in stores, and nothing piles up in the process."""
-    in_stores = ("reader s3", "reader gs", "overwrites s3", "overwrites gs")
-    stores = in_stores if version("tensorstore") >= (0, 1, 86) else ()
-    rows = ("reader", "overwrites", "writers", "soak")
-    names = (*rows, *stores)
-    _command("--ours", "--scale", scale, *(f"--only={name}" for name in names))
+    """Every restore finds a whole checkpoint, and nothing piles up in the process."""
+    _command("--ours", "--scale", scale, *(f"--only={name}" for name in ("reader", "overwrites", "writers", "soak")))
 
 
 @needs_attributes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import flax
@@ -61,7 +60,6 @@ class System:
         orbax: the format.
         settings: of ours.
         shared: several processes save; one restores.
-        environment: variables of its processes.
     """
 
     name: str
@@ -69,7 +67,6 @@ class System:
     orbax: bool
     settings: tuple[tuple[str, Any], ...] = ()
     shared: bool = False
-    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_ours(self) -> bool:
@@ -82,7 +79,6 @@ class System:
 
     def use(self) -> None:
         """Let this process save as the system does."""
-        os.environ.update(self.environment)
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
         if self.settings:
             for name, value in self.settings:

@@ -99,21 +99,6 @@ def test_files_of_real_flax(tmp_path: Path) -> None:
         assert_same(checkpoints.restore_checkpoint(tmp_path, tree), tree)
 
 
-@linux
-def test_a_file_larger_than_the_memory(tmp_path: Path) -> None:
-    """Linux maps the part of it that holds the arrays; the rest, whatever it is, is never asked for."""
-    path = str(tmp_path / "sparse")
-    with open(path, "wb") as file:
-        os.truncate(file.fileno(), 8 << 40)
-        os.pwrite(file.fileno(), b"ab", (1 << 40) + 1)
-    source = local_file.LocalFile(path)
-    ranges = [((1 << 40) + 2, 2), ((1 << 40) + 1, 1), ((1 << 40) + 3, 1), (1, 0), (8 << 40, 1)]
-    mapped = source.map(ranges)
-    source.close()
-    assert [one if one is None else one.tolist() for one in mapped] == [[98, 0], [97], None, None, None]
-    assert mapped_files(tmp_path) == {path}
-
-
 @pytest.mark.slow
 @linux
 def test_only_where_asked_for(flag: bool, tmp_path: Path) -> None:

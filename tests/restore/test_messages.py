@@ -162,15 +162,6 @@ def test_a_reversed_transform(flag: bool, tmp_path: Path, caplog: pytest.LogCapt
         assert "keys are names of the target" in told and "reversed" in told
 
 
-def test_names_of_thousands_of_digits(tmp_path: Path) -> None:
-    """They are not numbers of layers: Python converts none that long."""
-    many = "1" * 5000
-    layers = {"kernel": np.ones(3), "bias": np.ones(2)}
-    save(tmp_path / "c", {f"layer_{many}": layers, "layer_0": layers}, format="msgpack")
-    with pytest.raises(MissingLeavesError, match="lacks 2 of the leaves"):
-        restore(tmp_path / "c", {f"layer_{many}": layers, f"layer_{many}2": layers, "layer_0": layers})
-
-
 STATE = {"params": {"d": {"kernel": np.arange(12.0).reshape(4, 3), "bias": np.ones(3)}}, "step": 7}
 BOXED = {"params": {"d": {name: {"value": leaf} for name, leaf in STATE["params"]["d"].items()}}, "step": 7}
 NORM = {"gn": {"scale": np.arange(6.0), "bias": np.ones(6)}, "w": np.ones((2, 3))}
@@ -213,16 +204,6 @@ def test_raw_keys_for_typed_ones(flag: bool, tmp_path: Path) -> None:
     assert found["rng"] == typed and found["ids"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("rng", ["numbers", "replicas", "keys"])
-def test_what_is_no_data_of_a_key(rng: str, tmp_path: Path) -> None:
-    """Nothing says that ``rules.wrap_key_data`` would help where what is stored is no key, or many."""
-    skip_without_typed_keys()
-    typed = jax.random.key(1)
-    two = {"numbers": np.ones(3, np.uint32), "replicas": np.ones((8, 2, 2), np.uint32), "keys": jax.random.split(typed)}
-    assert "wrap_key_data" not in shapes({"rng": two[rng]}, {"rng": typed}, tmp_path)
-    assert "wrap_key_data" not in str(plan_restore(tmp_path, {"rng": typed}))
-
-
 @pytest.mark.parametrize(
     ("stored", "target"),
     [("text", np.ones((4, 3))), ("text", 5), (5, np.ones(())), ([np.ones(2)] * 2, [np.ones(2)])],
@@ -237,17 +218,6 @@ def test_rules_that_leave_another_kind(stored: Any, target: Any, tmp_path: Path)
     assert plan.suggestion is not None and "would map it" not in f"{caught.value}{plan}"
     with pytest.raises(KindMismatchError):
         restore(path, wanted, transforms=plan.suggestion.rules)
-
-
-def test_what_is_new_is_no_mapping(tmp_path: Path) -> None:
-    """Rules that only keep the target's values are not called ones that map it."""
-    path = save(tmp_path / "x", {"a": np.ones((4, 4))}, format="msgpack")
-    target = {"a": np.ones((4, 4)), "b": np.ones((5, 7))}
-    with pytest.raises(MissingLeavesError, match="Only where the target's own values are wanted") as caught:
-        restore(path, target)
-    assert "would map it" not in str(caught.value)
-    plan = plan_restore(path, target)
-    assert "Where the target's own values are wanted:" in str(plan) and "would map it" not in str(plan)
 
 
 def test_a_plan_says_what_each_function_does(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from flax import serialization
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, errors
-from flax_ckpt_compat._restore import pipeline
 from flax_ckpt_compat.errors import CheckpointNotFoundError
 from tests.support.interpreters import devices
 from tests.support.peers import nnx
@@ -214,18 +213,6 @@ def test_key_data_for_keys_of_its_shape(flag: bool, tmp_path: Path) -> None:
     target = {"a": jax.random.split(jax.random.key(0), 2)}
     with pytest.raises(errors.KindMismatchError, match="target a typed PRNG key"):
         flax_ckpt_compat.restore(tmp_path, target)
-
-
-def test_ctrl_c_in_a_restore_is_raised(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody gets None, or the target, for a state that was not restored."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
-    monkeypatch.setattr(pipeline, "rebuild", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints.restore_checkpoint(tmp_path, {"a": 0})
 
 
 def test_steps_of_any_number_type(flag: bool, tmp_path: Path) -> None:

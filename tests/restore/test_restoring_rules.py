@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 import re
 import types
 from pathlib import Path
@@ -108,21 +107,6 @@ def test_results_are_memory_of_their_own(flag: bool, tmp_path: Path) -> None:
             np.testing.assert_array_equal(later, value, err_msg=f"{keys} shows in {other}")
 
 
-@pytest.mark.parametrize("through", [False, True], ids=["our reader", "a checkpointer"])
-def test_copies_are_memory_of_their_own(through: bool, tmp_path: Path) -> None:
-    """Two leaves from one stored leaf do not share memory, through a foreign checkpointer either."""
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpoints.save_checkpoint(tmp_path, {"w": np.ones(3)}, 1, orbax_checkpointer=checkpointer)
-    restored = checkpoints.restore_checkpoint(
-        tmp_path,
-        {"a": np.zeros(3), "b": np.zeros(3)},
-        orbax_transforms={"a|b": Transform("w")},
-        orbax_checkpointer=checkpointer if through else None,
-    )
-    restored["a"][...] = 5
-    assert restored["b"].tolist() == [1, 1, 1]
-
-
 def test_other_kinds_of_leaves_are_carried(flag: bool, tmp_path: Path) -> None:
     """Keys, text, bytes, Python numbers, numpy scalars and None survive a rename and a Transform."""
     tree = {"key": jax.random.key(3), "s": "text", "i": 3, "f": 2.5, "b": True, "z": None, "n": np.float32(2)}
@@ -136,24 +120,6 @@ def test_other_kinds_of_leaves_are_carried(flag: bool, tmp_path: Path) -> None:
             name: (type(value), value) for name, value in tree.items() if name != "key"
         }
     assert restored["bytes"] == b"\0\xff"
-
-
-def test_computed_leaves_are_cast_and_placed(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """dtype="target" and abstract targets cast what rules compute; a narrowing nobody asked for outright is told."""
-    path = save(tmp_path / "x", LAYERS)
-    given = [rules.stack(r"layer_(\d+)", "layers")]
-    target = {"layers": {"kernel": jnp.zeros((4, 2, 3), jnp.bfloat16), "bias": np.zeros((4, 3), np.float32)}}
-    assert restore(path, target, transforms=given)["layers"]["bias"].dtype == np.float64
-    restored = restore(path, target, transforms=given, dtype="target")["layers"]
-    assert (restored["kernel"].dtype, restored["bias"].dtype) == (jnp.bfloat16, np.float32)
-    assert isinstance(restored["kernel"], jax.Array) == flag
-    assert not caplog.records
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
-    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
-        restored = restore(path, abstract, transforms=given)["layers"]
-    assert (restored["kernel"].dtype, restored["bias"].dtype) == (jnp.bfloat16, np.float32)
-    assert "layers/kernel: float32 to bfloat16" in caplog.text and "layers/bias: float64 to float32" in caplog.text
-    np.testing.assert_array_equal(restored["kernel"].astype(np.float32), STACKED["kernel"])
 
 
 class Bag:
@@ -201,41 +167,6 @@ def test_a_type_of_its_own_that_keeps_a_part(flag: bool, tmp_path: Path) -> None
     bag = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=keep)["bag"]
     assert bag.state["w"].tolist() == [1, 1, 1] and bag.state["old"] == 1
     assert bag.state["head"]["b"].tolist() == [0, 1] and bag.state["head"]["n"] == 7
-
-
-@pytest.mark.parametrize("kind", ["rules", "transforms"])
-def test_arrays_of_several_processes(kind: str) -> None:
-    """Arrays of a _gda folder are renamed, cut and given to functions."""
-    whole = np.arange(3, 35, dtype=np.float32).reshape(8, 4)  # as written down in expected.json
-    path = GDA / "two_processes_tree"
-    if kind == "rules":
-        given = [rules.rename("params/xy", "new"), rules.split("new", ["top", "rest"], axis=0, sizes=[2, 6])]
-        restored = checkpoints.restore_checkpoint(path, None, orbax_transforms=given)
-        np.testing.assert_array_equal(restored["top"], whole[:2])
-        np.testing.assert_array_equal(restored["rest"], whole[2:])
-        return
-    transforms = {"new": Transform("params/xy"), "twice": Transform("params/xy", value_fn=lambda value: value * 2)}
-    target = {"new": jnp.zeros((8, 4)), "twice": jnp.zeros((8, 4))}
-    restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=transforms)
-    np.testing.assert_array_equal(restored["new"], whole)
-    np.testing.assert_array_equal(restored["twice"], whole * 2)
-
-
-def test_roots_of_a_checkpoint_manager(tmp_path: Path) -> None:
-    """With a mapping of items as the target, rules and transforms apply to the tree of each item."""
-    manager = ocp.CheckpointManager(tmp_path)
-    items = {"params": {"old": np.ones(2)}, "ema": {"old": np.zeros(2)}}
-    manager.save(3, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}))
-    manager.wait_until_finished()
-    manager.close()
-    target = {name: {"new": np.full(2, 9.0)} for name in items}
-    for given in ([rules.rename("old", "new")], {"new": Transform("old")}):
-        restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=given)
-        assert {name: tree["new"].tolist() for name, tree in restored.items()} == {"params": [1, 1], "ema": [0, 0]}
-        plan = plan_restore(tmp_path, target, transforms=given)
-        assert [(leaf.path, leaf.sources) for leaf in plan.leaves] == [
-            (f"{name}/new", (f"{name}/old",)) for name in items
-        ]
 
 
 @pytest.mark.parametrize(
@@ -602,17 +533,6 @@ def test_bad_transforms_of_another_checkpoint(other: str) -> None:
     for given in (rules.rename("a", "b"), [{"a": "b"}], {"a": "b"}, [3]):
         with pytest.raises(errors.TransformError, match="transforms= is a list of rules"):
             rules.from_checkpoint(other, "params/head", transforms=given)  # type: ignore[arg-type]
-
-
-def test_shards_and_keys_of_the_other_checkpoint(other: str, tmp_path: Path) -> None:
-    """Leaves of the other checkpoint are placed as the target says."""
-    path = save(tmp_path / "first", {"params": {}, "step": 1}, format="orbax")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-    target = {"params": {"head": {"w": jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=sharding)}}, "step": 0}
-    restored = restore(path, target, transforms=[rules.from_checkpoint(other, "params/head")])
-    assert restored["params"]["head"]["w"].sharding == sharding
-    np.testing.assert_array_equal(restored["params"]["head"]["w"], count((3, 2), start=100))
 
 
 def test_with_a_checkpointer(other: str, tmp_path: Path) -> None:

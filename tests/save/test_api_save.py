@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config, errors, restore, save
 from flax_ckpt_compat._core.local import temporaries
-from tests.support import corpus
 from tests.support.profiles import examples
 from tests.support.saves import names, new_folder, tree, use_flag
 
@@ -58,13 +57,6 @@ def test_the_format_is_the_one_asked_for(tmp_path: Path, flag: bool, asked: Any)
     np.testing.assert_array_equal(restore(path)["w"], tree(1)["w"])
 
 
-@pytest.mark.parametrize("step", [None, 3])
-def test_msgpack_files_are_flaxs_to_the_byte(tmp_path: Path, step: Any) -> None:
-    """What save() writes at a path or a step is what flax.serialization gives for the tree."""
-    path = save(tmp_path / "a", state(), step=step, format="msgpack")
-    assert Path(path).read_bytes() == serialization.to_bytes(state())
-
-
 def test_real_flax_reads_steps(tmp_path: Path, format: Any) -> None:
     """Real Flax finds the latest step and restores it into a state, whatever its flag."""
     for step in (1, 20, 3):
@@ -75,16 +67,6 @@ def test_real_flax_reads_steps(tmp_path: Path, format: Any) -> None:
             restored = flax_checkpoints.restore_checkpoint(tmp_path, state())
         assert restored.step == 20
         np.testing.assert_array_equal(restored.opt_state[0].mu["w"], state().opt_state[0].mu["w"])
-
-
-@pytest.mark.parametrize("step", [None, 3])
-def test_real_orbax_reads_directories(tmp_path: Path, step: Any) -> None:
-    """Real Orbax restores what save() wrote in its format, lists as lists."""
-    path = save(tmp_path / "a", {"x": [np.arange(3), {"y": np.ones(2)}]}, step=step, format="orbax")
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        restored = checkpointer.restore(path)
-    np.testing.assert_array_equal(restored["x"][0], np.arange(3))
-    np.testing.assert_array_equal(restored["x"][1]["y"], np.ones(2))
 
 
 def test_paths_are_as_given(tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,21 +188,6 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str, step
     assert names(tmp_path) == there
     if kind != "pipe":
         assert content(tmp_path) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("release", ["flax-0.12.8_orbax-0.12.8", "flax-0.10.2_orbax-0.10.3"])
-def test_real_checkpoints_count_as_checkpoints(tmp_path: Path, release: str) -> None:
-    """What real Flax and real Orbax wrote, flat, composite or a manager's step, is replaced on request."""
-    replaced = 0
-    root = corpus.unpack(release, tmp_path)
-    for family in ("legacy_msgpack/", "flax_orbax/", "orbax_standard/", "orbax_composite/", "orbax_pytree_ocdbt/small"):
-        for case in (case for case in corpus.cases() if case.release == release and case.name.startswith(family)):
-            for path in sorted((root / case.name / "ckpt").iterdir()):
-                save(path, tree(1), overwrite=True, format="msgpack")
-                assert restore(path)["n"] == 1
-                replaced += 1
-    assert replaced > 10
 
 
 def test_a_foreign_thing_that_comes_meanwhile_stays(

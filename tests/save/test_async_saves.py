@@ -20,7 +20,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors, plan_restore, restore, rules, save
+from flax_ckpt_compat import errors, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves
@@ -196,25 +196,6 @@ def test_a_failure_of_a_save_that_runs(flag: bool, tmp_path: Path, manager: Any,
     ours.save_checkpoint(tmp_path, tree(3), 3, async_manager=manager)
     manager.wait_previous_save()
     assert names(tmp_path) == ["checkpoint_3"]
-
-
-@pytest.mark.parametrize("call", [restore, plan_restore])
-def test_a_retry_of_a_restore_from_two_loses_no_failure(call: Any, tmp_path: Path, manager: Any, gate: Gate) -> None:
-    """A new step of the first directory makes the restore begin anew, but not without the other one's failure."""
-    gate.open.set()
-    first = tmp_path / "first"
-    ours.save_checkpoint(first, {"n": 1}, 1)
-    ours.save_checkpoint(tmp_path / "b", {"n": 0}, 0)
-    fail_once(gate, tmp_path / "b", manager, finished=True)
-    gate.error = None
-
-    def save_another(stored: Any, _: Any) -> Any:
-        ours.save_checkpoint(first, {"n": 2}, 2, overwrite=True)
-        return stored
-
-    taken = [rules.Rule("save_another", save_another), rules.from_checkpoint(tmp_path / "b", "n")]
-    with pytest.raises(errors.StorageError, match="broke"):
-        call(first, None, transforms=taken)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -425,30 +406,6 @@ def test_a_failure_of_a_hook_after_the_save_is_raised_once(tmp_path: Path, raise
         save_two(tmp_path, manager) if raised_by == "save" else ours.restore_checkpoint(tmp_path, None)
     save_two(tmp_path, manager)
     manager.wait_previous_save()
-
-
-HOOK_AT_EXIT = """
-import sys, time
-from concurrent.futures import ThreadPoolExecutor
-from flax_ckpt_compat import checkpoints
-def upload(task):
-    task()
-    time.sleep(0.3)
-    with ThreadPoolExecutor() as pool:
-        pool.submit(print, "uploaded").result()
-    raise OSError("the upload failed")
-class Uploading(checkpoints.AsyncManager):
-    def save_async(self, task):
-        return super().save_async(lambda: upload(task))
-checkpoints.save_checkpoint(sys.argv[1], {"n": 1}, 1, async_manager=Uploading())
-checkpoints.restore_checkpoint(sys.argv[1], None)
-"""
-
-
-def test_a_hook_after_the_save_ends_before_the_pools_close(tmp_path: Path) -> None:
-    """As uploads by clients with pools of their own; its failure is logged."""
-    out, err = run_python(HOOK_AT_EXIT, tmp_path)
-    assert "uploaded" in out and f"{tmp_path} failed: OSError('the upload failed')" in err
 
 
 AT_EXIT = """

@@ -138,18 +138,6 @@ def test_msgpack_files_need_no_checkpointer(tmp_path: Path, monkeypatch: pytest.
     assert restores == []
 
 
-@pytest.mark.slow
-def test_retention_and_naming_stay_around_it(checkpointer: Any, tmp_path: Path) -> None:
-    """keep=2 leaves two, prefixes are ours, and a smaller step without overwrite is refused before it is written."""
-    for step in range(5):
-        checkpoints.save_checkpoint(tmp_path, TREE, step, "p_", keep=2, orbax_checkpointer=checkpointer)
-    settle(tmp_path)
-    assert names(tmp_path) == ["p_3", "p_4"]
-    with pytest.raises(InvalidCheckpointError, match="newer"):
-        checkpoints.save_checkpoint(tmp_path, TREE, 2, "p_", keep=2, orbax_checkpointer=checkpointer)
-    assert names(tmp_path) == ["p_3", "p_4"]
-
-
 def test_overwrite_replaces_the_step(checkpointer: Any, tmp_path: Path) -> None:
     """overwrite=True replaces an existing step by the new values and removes newer ones."""
     for step in (1, 2):

@@ -24,7 +24,6 @@ from tests.support.corpus import ARCHIVES
 from tests.support.saves import later, use_flag
 
 ROOT = Path(__file__).parents[2]
-DAY = 24 * 3600.0
 # A writer of ours: begins a save, says so, and is then killed or goes on waiting.
 WRITER = """
 import sys
@@ -202,12 +201,6 @@ def test_nobody_to_ask(tmp_path: Path) -> None:
     (found,) = json.loads(clean(tmp_path, "--json", "--dry-run").stdout)
     assert (found["path"], found["nbytes"], found["kept"]) == (str(leftover), 0, "")
     assert clean(tmp_path / "nowhere").exit_code == 2
-
-
-def test_nothing_to_clean(tmp_path: Path) -> None:
-    """An empty directory is clean."""
-    result = clean(tmp_path)
-    assert (result.exit_code, result.stdout) == (0, "0 to remove, 0 B.\n")
 
 
 def test_a_writer_of_orbax_that_goes_on_after_the_list_was_made(

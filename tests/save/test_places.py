@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,15 +56,6 @@ def test_a_save_into_a_checkpoint_is_refused(flag: bool, tmp_path: Path, functio
             SAVES[function](path, tree(2), 2)
     assert names(path) == before
     assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == 1
-
-
-def test_a_prefix_into_a_checkpoint_is_refused(flag: bool, tmp_path: Path) -> None:
-    """It is the same place, however it is written; without a step, too."""
-    checkpoints.save_checkpoint(tmp_path, tree(1), 1, prefix="x_")
-    with pytest.raises(errors.CheckpointError, match=str(tmp_path)):
-        checkpoints.save_checkpoint(tmp_path, tree(2), 2, prefix="x_1/y_")
-    with pytest.raises(errors.CheckpointError, match=str(tmp_path)):
-        save(tmp_path / "x_1" / "best", tree(2))
 
 
 def test_a_directory_named_as_a_step_is_a_directory(flag: bool, tmp_path: Path) -> None:
@@ -258,30 +248,6 @@ def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> N
     for where, prefix in ((tmp_path / name, "checkpoint_"), (tmp_path, name)):
         with pytest.raises((errors.StorageError, errors.ArgumentError)):
             checkpoints.save_checkpoint(where, {"n": 1}, 1, prefix=prefix)
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.slow
-def test_what_is_too_long_is_called_so(flag: bool, tmp_path: Path) -> None:
-    """A directory, prefix or step that no file can have, and a number of too many digits: not only absent."""
-    tree = {"n": 1}
-    for where, prefix, step in (
-        (tmp_path / ("x" * 4000), "checkpoint_", 1),
-        (tmp_path / "new" / ("x" * 300), "checkpoint_", 1),
-        (tmp_path / "/".join("a" * 4500), "checkpoint_", 1),
-        (tmp_path, "p" * 4000, 1),
-        (tmp_path, "checkpoint_", "s" * 300),
-    ):
-        with pytest.raises(errors.StorageError, match=r"more than the file system allows; shorten") as caught:
-            checkpoints.save_checkpoint(where, tree, step, prefix=prefix)
-        assert caught.value.errno == errno.ENAMETOOLONG
-        with pytest.raises(errors.CheckpointNotFoundError, match=r"more than the file system allows; shorten"):
-            checkpoints.restore_checkpoint(where, tree, step=step, prefix=prefix)
-        if step == 1:
-            with pytest.raises(errors.CheckpointNotFoundError):
-                restore(where, tree, prefix=prefix)
-    with pytest.raises(errors.ArgumentError, match="digits"):
-        checkpoints.save_checkpoint(tmp_path, tree, 10**4500)
     assert not os.listdir(tmp_path)
 
 

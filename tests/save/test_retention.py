@@ -183,17 +183,6 @@ def test_incomplete_checkpoints_are_never_latest(
 
 
 @each_incomplete
-def test_asking_for_an_incomplete_checkpoint_says_what_is_missing(tmp_path: Path, kind: str) -> None:
-    """Restoring its step is an error, and so is restoring a file by its path."""
-    incomplete(tmp_path, kind)
-    with pytest.raises(errors.IncompleteCheckpointError, match="checkpoint_9"):
-        ours.restore_checkpoint(tmp_path, None, step=9)
-    if kind == "empty file":
-        with pytest.raises(errors.IncompleteCheckpointError, match="the file is empty"):
-            ours.restore_checkpoint(tmp_path / "checkpoint_9", None)
-
-
-@each_incomplete
 def test_an_incomplete_checkpoint_is_replaced(flag: bool, tmp_path: Path, kind: str) -> None:
     """What holds nothing is replaced as if it were not there; what holds something only by overwrite."""
     incomplete(tmp_path, kind)
@@ -265,23 +254,6 @@ def test_two_spellings_of_a_step_are_one_step(flag: bool, tmp_path: Path) -> Non
     assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_7"], 2)
     ours.save_checkpoint(tmp_path, tree(3), 7.0, keep=5, overwrite=True)
     assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_7.0"], 3)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(2, ["checkpoint_7", "checkpoint_7.0"]), (1, ["checkpoint_7"])])
-def test_the_other_spelling_of_another_writer(
-    keep: int, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was saved since the check: without ``overwrite`` only ``keep`` removes it, as the older of the two."""
-    remove_others = retention._remove_others
-
-    def after_the_other_writer(*arguments: Any) -> None:
-        shutil.copytree(tmp_path / "checkpoint_7", tmp_path / "checkpoint_7.0")
-        remove_others(*arguments)
-
-    monkeypatch.setattr(retention, "_remove_others", after_the_other_writer)
-    with use_flag(True):
-        ours.save_checkpoint(tmp_path, tree(7), 7, keep=keep)
-    assert names(tmp_path) == left
 
 
 def test_huge_steps_are_told_apart(flag: bool, tmp_path: Path) -> None:

@@ -37,24 +37,6 @@ def test_names_are_those_of_flax(name: str) -> None:
     )
 
 
-def test_containers_are_remembered() -> None:
-    """Lists, tuples, namedtuples and int keys are told apart at every depth, below dataclasses too."""
-    tree = state_dict.describe(Fields({1: [0], "x": (0,)}, Pair([], {"a": collections.OrderedDict(b=[1])})))
-    first, second = tree.children["first"], tree.children["second"]
-    assert first.int_keys == {"1"}
-    assert first.children["1"].container is Container.LIST
-    assert first.children["x"].container is Container.TUPLE
-    assert second.container is Container.NAMEDTUPLE
-    assert second.children["left"].container is Container.LIST
-    assert second.children["right"].children["a"].children["b"].container is Container.LIST
-
-
-def test_empty_pytrees_are_no_lists() -> None:
-    """A registered pytree without children is an empty dict, an empty list an empty list."""
-    assert state_dict.describe(collections.OrderedDict()).container is Container.DICT
-    assert state_dict.describe([]).container is Container.LIST
-
-
 def test_bool_keys_are_not_int_keys() -> None:
     """A dict with bool keys is not taken for one with int keys, which would come back as other keys."""
     assert state_dict.describe({True: 1}).int_keys == frozenset()
@@ -245,15 +227,6 @@ def test_the_plain_value_is_saved(flag: bool, tmp_path: Path, value: Any, plain:
     for found in (restored["a"], restored["b"]["0"], restored["b"]["1"], again["a"], *again["b"]):
         assert type(found) is type(plain) and found == plain
         assert not isinstance(plain, float) or math.copysign(1, found) == math.copysign(1, plain)
-
-
-def test_a_buffer_has_the_values_of_the_call(flag: bool, tmp_path: Path) -> None:
-    """What is mutated after the call does not reach a background save."""
-    manager, buffer = checkpoints.AsyncManager(), bytearray(b"then")
-    checkpoints.save_checkpoint(tmp_path, {"a": buffer}, 1, async_manager=manager)
-    buffer[:] = b"now!"
-    manager.wait_previous_save()
-    assert checkpoints.restore_checkpoint(tmp_path, None)["a"] == b"then"
 
 
 def test_it_is_told_once_for_each_type(

@@ -216,26 +216,6 @@ def test_misspelt_transforms_are_told(saved: str, tmp_path: Path, caplog: pytest
         checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms={"step": several})
 
 
-def test_names_that_were_swapped(tmp_path: Path) -> None:
-    """Where no name is missing, but shapes differ, rules are proposed too; with them every value finds its place."""
-
-    def layers(*shapes: tuple[int, int]) -> Any:
-        names = ("conv", "head")
-        return {
-            "params": {name: {"kernel": fill(n), "bias": fill(n[1:])} for name, n in zip(names, shapes, strict=True)}
-        }
-
-    def fill(shape: tuple[int, ...]) -> Any:
-        return np.full(shape, len(shape) * shape[-1], np.float32)
-
-    save(tmp_path / "c", layers((3, 4), (4, 5)), format="orbax")
-    target = jax.tree.map(np.zeros_like, layers((4, 5), (3, 4)))
-    plan = plan_restore(tmp_path / "c", target)
-    assert plan.missing == () and plan.suggestion is not None
-    restored = restore(tmp_path / "c", target, transforms=[step.rule for step in plan.suggestion.steps])
-    jax.tree.map(np.testing.assert_array_equal, restored, layers((4, 5), (3, 4)))
-
-
 def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
     """A pickled plan has the same leaves and verdict, without the trees behind it, and so without a proposal."""
     plan = plan_restore(tmp_path, TARGET)
