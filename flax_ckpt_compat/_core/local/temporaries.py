@@ -134,15 +134,12 @@ def hold(path: str) -> bool:
 
 def release(temporary: str) -> None:
     """Unlock a temporary that was published or removed, or whose save failed."""
-    _unlock(_held.pop(temporary, None))
-
-
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        with suppress(OSError):  # a fork of this process may have it, too, so closing does not suffice
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        with suppress(OSError):  # a network file system may fail here
-            os.close(descriptor)
+    if (descriptor := _held.pop(temporary, None)) is not None:
+        with suppress(OSError):  # a network file system may fail at either
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may have it, too, so closing does not suffice
+            finally:
+                os.close(descriptor)
 
 
 @contextmanager
@@ -158,8 +155,15 @@ def locked_if_free(path: str) -> Iterator[bool | None]:
         except OSError as error:
             is_free = False if isinstance(error, GONE) or error.errno in (errno.EAGAIN, errno.EACCES) else None
         yield is_free
-    finally:
-        _unlock(descriptor)
+    finally:  # without Python's functions: after Ctrl-C at the start of one, this process would keep the lock
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        except OSError:
+            pass
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def _open(path: str) -> int | None:
