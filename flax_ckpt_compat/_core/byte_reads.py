@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path
 
-# All sizes in bytes. What is read with the request that opens a file.
+# All sizes in bytes. What is read first of a file.
 HEAD_BYTES = 64 * 2**10
 # A larger read is cut into pieces of this size, for several threads.
 PIECE_BYTES = 16 * 2**20
@@ -34,7 +34,6 @@ class Source(abc.ABC):
 
     path: str  # or URL
     size: int
-    head: bytes  # the first `HEAD_BYTES`, which came with the answer that opened it; all of a small file
     # Bytes between two ranges that are read together, which cost less than another read: a request to a store takes as
     # long as 1 MiB. Bytes of the longest read that joins several ranges. Threads that read at once.
     gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
@@ -43,6 +42,11 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> bytes:
         """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
+
+    @functools.cached_property
+    def head(self) -> bytes:
+        """Return the first `HEAD_BYTES`; all of a small file."""
+        return self.read(0, HEAD_BYTES)
 
     def fill(self, target: memoryview, offset: int) -> int:
         """Fill memory with bytes, and return their number; fewer at the end."""

@@ -232,9 +232,9 @@ class Location:
         return os.path.realpath(self.path)
 
     def why_too_long(self) -> str | None:
-        """Return why no checkpoint can have a path of this length, or None if one can."""
+        """Return why no file can have a path of this length, or None if one can, or its store decides."""
         size, *names = (len(name.encode(errors="replace")) for name in (self.path, *self.path.split(os.sep)))
-        if size < _MAX_PATH and max(names) <= _MAX_NAME:
+        if self.is_remote or (size < _MAX_PATH and max(names) <= _MAX_NAME):
             return None
         return f"{size} bytes, with a name of {max(names)}, are more than the file system allows"
 

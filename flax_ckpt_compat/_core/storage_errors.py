@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, storage_error_of
 
@@ -17,34 +17,24 @@ _REMEDIES = {
     **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many files are open; close some, or raise ulimit -n"),
+    errno.EFBIG: "a file would be too large for this process (ulimit -f) or the file system",
     errno.ENOTEMPTY: "another program wrote there meanwhile; try again",
-    errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
     errno.ENOTDIR: "a part of this path is no directory; check the path",
-    errno.ELOOP: "a part of this path is a link that leads to itself; check the path",
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
-    errno.ENAMETOOLONG: "shorten the path, to which up to 255 bytes are added while it is written",
-    errno.EXDEV: "on overlayfs, a directory of a container's image cannot be replaced: save to another directory, or "
-    "remove this one first",
+    errno.ENAMETOOLONG: "shorten the directory, the prefix or the step",
 }
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
-_LOOKS = ("found", "listed", "read")
 
 
-class translated:  # noqa: N801  (a function that returns a context; each look-up enters one, so it is no generator)
+class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up enters one, so it is no generator)
     """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; ``doing`` completes "could not be …"."""
-
-    __slots__ = ("_doing", "_kinds", "_path")
 
     def __init__(self, path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,)):
         self._path, self._doing, self._kinds = path, doing, kinds
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if not isinstance(error, self._kinds) or isinstance(error, CheckpointError) or is_of_handler(error):
-            return
-        raise storage_error(self._path, error, self._doing) from error
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, self._kinds) and not isinstance(error, CheckpointError) and not is_of_handler(error):
+            raise storage_error(self._path, error, self._doing) from error
 
 
 def is_denied(error: StorageError) -> bool:
@@ -62,10 +52,8 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         remedy = _REMEDIES[number].format(folder=folder)
     elif doing and "://" in path:
         remedy = "nothing else may change what is there meanwhile; try again"
-    elif number == errno.ENOENT and doing in _LOOKS:
+    elif number == errno.ENOENT:
         remedy = "it was removed meanwhile, or was never there"
-    elif number == errno.ENOENT:  # also where a file system takes no new names, such as /proc
-        remedy = f"check that {folder} exists and that files can be created in it"
     else:
         remedy = "check the path, and the disk or network file system that it is on"
     message = f"{what}: {getattr(error, 'strerror', None) or error}; {remedy}"

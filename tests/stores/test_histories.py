@@ -77,11 +77,11 @@ class Memory(Client):
             data, version = self.objects.get(url, (b"", ABSENT))
             return Stat(len(data), version) if version else None
 
-    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
+    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
         with self._request():
             found = self._found(url)[0][start:stop]
             self._check(url, version)
-            return found, None
+            return found
 
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
         data = file.read()

@@ -7,7 +7,6 @@ It is ignored if another program changed the file: size or modification time dif
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import struct
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import checksums
-from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
+from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.local.presence import open_regular
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -45,10 +44,6 @@ class LocalFile(Source):
         self.path, self.descriptor = path, open_regular(path)
         self._closer = weakref.finalize(self, os.close, self.descriptor)
         self.size = os.fstat(self.descriptor).st_size
-
-    @functools.cached_property
-    def head(self) -> bytes:  # type: ignore[override]
-        return self.read(0, HEAD_BYTES)
 
     def read(self, start: int, stop: int) -> bytes:
         stop = min(stop, self.size)

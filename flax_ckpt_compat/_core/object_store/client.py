@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
-from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
+from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import StorageError, is_of_handler
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
@@ -93,8 +93,8 @@ class Client(abc.ABC):
         """Return size and version of an object, or None."""
 
     @abc.abstractmethod
-    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
-        """Read a part of an object, and what the answer tells of all of it; no bytes and None beyond its end."""
+    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
+        """Read an object, or a part of it that is not empty, in this version; fewer bytes if it ends before."""
 
     @abc.abstractmethod
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
@@ -103,10 +103,6 @@ class Client(abc.ABC):
     @abc.abstractmethod
     def delete(self, url: str, version: str | None = None) -> bool:
         """Delete an object if it has this version; return whether it was there, as far as the store tells."""
-
-    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
-        """Read an object, or a part of it, in this version; fewer bytes if it ends before ``stop``."""
-        return b"" if stop is not None and stop <= start else self.read_there(url, start, stop, version)[0]
 
     def open(self, url: str) -> Source:
         """Open one version of an object, to read parts of it."""
@@ -170,27 +166,23 @@ class OpenedObject(Source):
 
     def __init__(self, client: Client, url: str):
         self.path, self._client = url, client
-        self.head, told = client.read_there(url, 0, HEAD_BYTES, None)
-        if (found := told or client.find(url)) is None:
+        if (found := client.find(url)) is None:
             raise not_found(url)
-        self.size, self._version = found[:2]
+        self.size, self._version, self._crc32c = found
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
-        stop = min(stop, self.size)
+        if (stop := min(stop, self.size)) <= start:
+            return b""
         try:
             found = self._client.read(self.path, start, stop, self._version)
         except FileNotFoundError as error:
             raise replaced(self.path) from error
-        if len(found) != max(stop - start, 0):
+        if len(found) != stop - start:
             raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
         return found
 
     def crc32c(self) -> int | None:
-        found = self._client.find(self.path)
-        if found and found.version == self._version:
-            return found.crc32c
-        raise replaced(self.path)
+        return self._crc32c
 
 
 class Key(NamedTuple):
@@ -217,7 +209,7 @@ class FsspecClient(Client):
     connect: Callable[[], Any]
     _list: Callable[..., Coroutine[Any, Any, dict[str, Stat]]]  # prefix; by names
     _stat: Callable[..., Coroutine[Any, Any, Stat]]
-    _read: Callable[..., Coroutine[Any, Any, tuple[bytes, Stat | None]]]  # start, stop, version
+    _read: Callable[..., Coroutine[Any, Any, bytes]]  # start, stop, version
     _put: Callable[..., Coroutine[Any, Any, str]]  # file, version
     _delete: Callable[..., Coroutine[Any, Any, object]]  # version
 
@@ -241,7 +233,7 @@ class FsspecClient(Client):
             return self._run(url, "found", self._stat) if split(url)[2] else None
         return None
 
-    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
+    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
         return self._run(url, "read", self._read, start, stop, version)
 
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
@@ -278,7 +270,7 @@ class FsspecClient(Client):
                 if is_of_handler(error):
                     raise
                 if doing == "read" and _status_of(error) == _OUT_OF_RANGE:
-                    return b"", None  # type: ignore[return-value]
+                    return b""  # type: ignore[return-value]
                 # Another program may have renewed the credentials in their file.
                 if is_last or not _has_expired(error):
                     raise self.translated(error, url, doing) from error

@@ -32,15 +32,9 @@ def _variable(*names: str) -> str | None:
     return next(filter(None, map(os.environ.get, names)), None)
 
 
-def _byte_range(start: int, stop: int | None) -> str | None:
-    """Return the header that asks for a part of an object; None for all of it."""
-    return f"bytes={start}-{'' if stop is None else stop - 1}" if start or stop is not None else None
-
-
-def _told(content_range: object, version: str | None) -> Stat | None:
-    """Return what an answer with a part of an object tells of all of it, or None."""
-    size = str(content_range or "").rpartition("/")[2]
-    return Stat(int(size), version) if size.isdigit() and version else None
+def _byte_range(start: int, stop: int | None) -> dict[str, str]:
+    """Return the header that asks for a part of an object; none for all of it."""
+    return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
 
 
 class S3Client(FsspecClient):
@@ -96,20 +90,19 @@ class S3Client(FsspecClient):
         found = await self._ask(key, "head_object", Key=key.name)
         return Stat(found["ContentLength"], found["ETag"])
 
-    async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
-        asked = {"Range": part} if (part := _byte_range(start, stop)) else {}
+    async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> bytes:
+        asked = _byte_range(start, stop)
         for left in reversed(range(_TRIES)):
             try:
                 answer = await self._ask(key, "get_object", version, Key=key.name, **asked)
                 async with answer["Body"] as body:
-                    data = bytes(await body.read())
-                break
+                    return bytes(await body.read())
             except Exception as error:
                 # The client itself tries again, but not once an answer has begun.
                 if hasattr(error, "response") or not left:
                     raise
             await asyncio.sleep(0.1)
-        return data, _told(answer.get("ContentRange", len(data)), answer["ETag"])
+        raise AssertionError
 
     async def _put(self, key: Key, file: BinaryIO, version: str | None) -> str:
         return str((await self._ask(key, "put_object", version, Key=key.name, Body=file.read()))["ETag"])
@@ -183,8 +176,7 @@ class GsClient(FsspecClient):
         return await key.store._call(method, path, key.bucket, key.name, **more)
 
     async def _list(self, key: Key, prefix: str) -> dict[str, Stat]:
-        found: dict[str, Stat] = {}
-        asked = {"prefix": prefix, "fields": f"nextPageToken,items({_FIELDS})"}
+        found, asked = dict[str, Stat](), {"prefix": prefix, "fields": f"nextPageToken,items({_FIELDS})"}
         while True:
             page = await key.store._call("GET", "b/{}/o", key.bucket, json_out=True, **asked)
             found |= {one["name"]: _gs_stat(one) for one in page.get("items", ())}
@@ -195,11 +187,8 @@ class GsClient(FsspecClient):
     async def _stat(self, key: Key) -> Stat:
         return _gs_stat(await self._ask(key, "GET", None, json_out=True, fields=_FIELDS))
 
-    async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
-        headers = {"Range": part} if (part := _byte_range(start, stop)) else {}
-        told, data = await self._ask(key, "GET", version, headers=headers, alt="media")
-        whole = None if headers else len(data)
-        return bytes(data), _told(told.get("Content-Range", whole), told.get("x-goog-generation"))
+    async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> bytes:
+        return bytes((await self._ask(key, "GET", version, headers=_byte_range(start, stop), alt="media"))[1])
 
     async def _put(self, key: Key, file: BinaryIO, version: str | None) -> str:
         data, path = file.read(), f"{key.store._location}/upload/storage/v1/b/{{}}/o"
@@ -253,11 +242,10 @@ class AzClient(FsspecClient):
         found = await self._ask(key, "get_blob_properties")
         return Stat(found.size, found.etag.strip('"'))
 
-    async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
+    async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> bytes:
         length = None if stop is None else stop - start
         answer = await self._ask(key, "download_blob", start, length, max_concurrency=1, version=version)
-        told = answer.properties
-        return bytes(await answer.readall()), _told(told.content_range, told.etag.strip('"'))
+        return bytes(await answer.readall())
 
     async def _put(self, key: Key, file: BinaryIO, version: str | None) -> str:
         is_any = version != ABSENT

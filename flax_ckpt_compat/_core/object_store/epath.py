@@ -47,16 +47,15 @@ class EpathClient(Client):
             return None if path.is_dir() or not path.exists() else _stat(path)
         return None
 
-    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
+    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
         if self.find(url) is None:  # path classes have other errors of their own
             raise not_found(url)
         with _path(url).open("rb") as file:
             file.seek(start)
             data = bytes(file.read(-1 if stop is None else stop - start))
-        found = self.find(url)
-        if version not in (None, found and found.version):
+        if version is not None and ((found := self.find(url)) is None or found.version != version):
             raise replaced(url)
-        return data, found
+        return data
 
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
         path = _path(url)

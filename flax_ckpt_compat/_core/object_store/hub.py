@@ -36,8 +36,8 @@ class HubClient(Client):
             return next((Stat(one.size, one.blob_id) for one in found if hasattr(one, "blob_id")), None)
         return None
 
-    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:  # noqa: ARG002
-        return Location(self._local_copy(url)).read(start, stop), None
+    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:  # noqa: ARG002
+        return Location(self._local_copy(url)).read(start, stop)
 
     def open(self, url: str) -> Source:
         source = Location(self._local_copy(url)).open_file()

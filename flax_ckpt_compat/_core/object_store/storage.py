@@ -21,7 +21,6 @@ from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
 _TINY_AT_ONCE = 64  # requests for a few bytes
 
 
@@ -120,10 +119,6 @@ class ObjectLocation(Location):
                 answers[path] = client_for(path).read(path, 0, stop)
 
         in_parallel(look, [path for path in paths if path not in answers], _TINY_AT_ONCE)
-
-    def why_too_long(self) -> str | None:
-        size = len(self.path.split("/", 3)[-1].encode()) + _MAX_INSIDE
-        return f"{size} bytes with its files are more than the store allows" if size > _MAX_KEY else None
 
     # Checkpoints.
 
