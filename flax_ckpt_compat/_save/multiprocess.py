@@ -94,15 +94,15 @@ class _OwnSave:
         except BaseException:
             self._clean_up()
             raise
-        agrees = all(other["replicas"] == own["replicas"] for other in reports.values())
-        return {"agrees": agrees, "path": self.part.path, "upload": None if upload is None else upload.fields()}
+        same = all(other["replicas"] == own["replicas"] for other in reports.values())
+        return {"agrees": same, "path": self.part.path, "upload": upload and (upload.url, upload.folder, upload.marker)}
 
     def join(self, begun: Mapping[str, Any]) -> None:
         """Take over what process 0 has begun, and which process writes which replicated array."""
         shared = self.replicas if begun["agrees"] and not self.backend.uses_gda_folder else {}  # by a hash of the name
         writers = {path: who[_checksum(path) % len(who)] for path, (who, _, _) in shared.items()}
         options = dataclasses.replace(self.part.options, writers=writers)
-        upload = None if begun["upload"] is None else uploads.Upload(**begun["upload"])
+        upload = begun["upload"] and uploads.Upload(*begun["upload"])
         path = self.part.path if upload else begun["path"]
         self.part = dataclasses.replace(self.part, path=path, upload=upload, options=options)
 

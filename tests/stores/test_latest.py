@@ -101,7 +101,7 @@ class _Between:
     def __init__(self, at: int, action: Callable[[], Any], patch: pytest.MonkeyPatch):
         self.count, self._at, self._action = 0, at, action
         self._one_by_one, self._acts = threading.Lock(), False
-        patch.setattr(client.FsspecClient, "_run", self._wrapped(client.FsspecClient._run))
+        patch.setattr(client.Client, "_run", self._wrapped(client.Client._run))
 
     def _wrapped(self, request: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -1,11 +1,10 @@
-"""Define `Client`, the few requests that stores are sent, and `FsspecClient`, which sends them by fsspec.
+"""Define `Client`, the few requests that stores are sent.
 
 A URL is ``scheme://bucket/key``. Requests may be sent from several threads at once.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import errno
 import importlib
@@ -40,13 +39,13 @@ def replaced(url: str) -> ConflictError:
     return ConflictError(message, path=url, errno=errno.ESTALE)
 
 
-def imported(url: str, package: str, extra: str) -> Any:
+def imported(url: str, package: str) -> Any:
     """Import the package that a scheme needs."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         message = f"{url}: {split(url)[0]}:// needs the package {package}: pip install {package}"
-        raise StorageError(f"{message}, or this package with its extra `{extra}`", path=url) from error
+        raise StorageError(message, path=url) from error
 
 
 def split(url: str) -> tuple[str, str, str]:
@@ -67,42 +66,86 @@ def normal(url: str) -> str:
     return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
 
 
-class Client(abc.ABC):
-    """Requests to the stores of one scheme.
+class Key(NamedTuple):
+    """An object, and the client of fsspec that reaches it."""
+
+    store: Any
+    bucket: str
+    name: str
+
+
+class Client:
+    """Requests to the stores of one scheme. They go through an asynchronous client of fsspec, or are overridden.
 
     A missing object is a FileNotFoundError, an object of another version a ConflictError, and any other failure a
-    StorageError with a remedy.
+    StorageError with a remedy. Clients of fsspec retry by themselves, and run on its loop.
 
     Attributes:
         needs_commit_file: a folder without ``commit_success.txt`` is incomplete, as for real Orbax.
         shares_names: an object and a folder may have one name.
-        credentials, endpoint: what an error says of how to give them.
+        access: what an error says of how to give credentials and endpoint.
+        package: what has fsspec's client.
+        variables: how the names begin of environment variables that choose the store and the credentials.
+        connect: returns a new client of fsspec, which no other code shares.
+        _list, …: coroutines that take a `Key`, and then what follows. They raise the errors of fsspec's client.
     """
 
     needs_commit_file: ClassVar[bool] = False
     shares_names: ClassVar[bool] = True
-    credentials: ClassVar[str]
-    endpoint: ClassVar[str]
+    access: ClassVar[str]
+    package: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]]
+    connect: Callable[[], Any]
+    _list: Callable[..., Coroutine[Any, Any, dict[str, Stat]]]  # prefix; by names
+    _stat: Callable[..., Coroutine[Any, Any, Stat]]
+    _read: Callable[..., Coroutine[Any, Any, bytes]]  # start, stop, version
+    _put: Callable[..., Coroutine[Any, Any, str]]  # file, version
+    _delete: Callable[..., Coroutine[Any, Any, object]]  # version
 
-    @abc.abstractmethod
+    def __init__(self) -> None:
+        """Connect on first use."""
+        self._connected: tuple[Any, Any] = (None, None)
+
     def list(self, url: str) -> dict[str, Stat]:
         """Return all objects below a folder by their names relative to it, in order."""
+        prefix = split(f"{url}/")[2]
+        found = self._run(url, "listed", self._list, prefix)
+        names = {name[len(prefix) :]: stat for name, stat in sorted(found.items())}
+        # Consoles and tools create an empty object for a folder. Keys with . or .. would reach other objects.
+        return {
+            name: stat
+            for name, stat in names.items()
+            if name and name[-1] != "/" and {".", ".."}.isdisjoint(name.split("/"))
+        }
 
-    @abc.abstractmethod
     def find(self, url: str) -> Stat | None:
         """Return size and version of an object, or None."""
+        with suppress(FileNotFoundError):
+            return self._run(url, "found", self._stat) if split(url)[2] else None
+        return None
 
-    @abc.abstractmethod
     def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
         """Read an object, or a part of it that is not empty, in this version; fewer bytes if it ends before."""
+        return self._run(url, "read", self._read, start, stop, version)
 
-    @abc.abstractmethod
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
         """Write an object; see `put`."""
 
-    @abc.abstractmethod
+        async def put(key: Key) -> str:
+            file.seek(0)  # it may be sent again
+            return await self._put(key, file, version)
+
+        found = self._run(url, "written", put)
+        meter.add(file.seek(0, io.SEEK_END), url)
+        return found
+
     def delete(self, url: str, version: str | None = None) -> bool:
         """Delete an object if it has this version; return whether it was there, as far as the store tells."""
+        try:
+            self._run(url, "deleted", self._delete, version)
+        except (FileNotFoundError, ConflictError):
+            return False
+        return True
 
     def open(self, url: str) -> Source:
         """Open one version of an object, to read parts of it."""
@@ -147,11 +190,11 @@ class Client(abc.ABC):
         reason = str(error).partition("\n")[0][:300] or type(error).__name__
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
             reason = "it did not answer in time"
-        credentials = f"the credentials, which may be missing or have expired ({self.credentials})"
-        remedy = remedy or f"check {credentials}, {self.endpoint}, and the network"
+        what = "the credentials, which may be missing or have expired, the endpoint and the network"
+        remedy = remedy or f"check {what} ({self.access})"
         return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
 
-    def prepare(self, url: str) -> None:  # noqa: B027
+    def prepare(self, url: str) -> None:
         """Refuse saves to a folder, or warn of them, where the store cannot do all that they need."""
 
     def stale_parts(self, url: str, abort: Collection[str] = ()) -> Collection[str]:  # noqa: ARG002
@@ -159,98 +202,6 @@ class Client(abc.ABC):
 
         Most stores have none."""
         return []
-
-
-class OpenedObject(Source):
-    """One version of an object, read in parts."""
-
-    def __init__(self, client: Client, url: str):
-        self.path, self._client = url, client
-        if (found := client.find(url)) is None:
-            raise not_found(url)
-        self.size, self._version, self._crc32c = found
-
-    def read(self, start: int, stop: int) -> bytes:
-        if (stop := min(stop, self.size)) <= start:
-            return b""
-        try:
-            found = self._client.read(self.path, start, stop, self._version)
-        except FileNotFoundError as error:
-            raise replaced(self.path) from error
-        if len(found) != stop - start:
-            raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
-        return found
-
-    def crc32c(self) -> int | None:
-        return self._crc32c
-
-
-class Key(NamedTuple):
-    """An object, and the client of fsspec that reaches it."""
-
-    store: Any
-    bucket: str
-    name: str
-
-
-class FsspecClient(Client):
-    """Requests that go through the asynchronous clients of fsspec. They retry by themselves, and run on its loop.
-
-    Attributes:
-        package, extra: what has fsspec's client, and our extra that installs it.
-        variables: how the names begin of environment variables that choose the store and the credentials.
-        connect: returns a new client of fsspec, which no other code shares.
-        _list, …: coroutines that take a `Key`, and then what follows. They raise the errors of fsspec's client.
-    """
-
-    package: ClassVar[str]
-    extra: ClassVar[str]
-    variables: ClassVar[tuple[str, ...]]
-    connect: Callable[[], Any]
-    _list: Callable[..., Coroutine[Any, Any, dict[str, Stat]]]  # prefix; by names
-    _stat: Callable[..., Coroutine[Any, Any, Stat]]
-    _read: Callable[..., Coroutine[Any, Any, bytes]]  # start, stop, version
-    _put: Callable[..., Coroutine[Any, Any, str]]  # file, version
-    _delete: Callable[..., Coroutine[Any, Any, object]]  # version
-
-    def __init__(self) -> None:
-        """Connect on first use."""
-        self._connected: tuple[Any, Any] = (None, None)
-
-    def list(self, url: str) -> dict[str, Stat]:
-        prefix = split(f"{url}/")[2]
-        found = self._run(url, "listed", self._list, prefix)
-        names = {name[len(prefix) :]: stat for name, stat in sorted(found.items())}
-        # Consoles and tools create an empty object for a folder. Keys with . or .. would reach other objects.
-        return {
-            name: stat
-            for name, stat in names.items()
-            if name and name[-1] != "/" and {".", ".."}.isdisjoint(name.split("/"))
-        }
-
-    def find(self, url: str) -> Stat | None:
-        with suppress(FileNotFoundError):
-            return self._run(url, "found", self._stat) if split(url)[2] else None
-        return None
-
-    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
-        return self._run(url, "read", self._read, start, stop, version)
-
-    def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
-        async def put(key: Key) -> str:
-            file.seek(0)  # it may be sent again
-            return await self._put(key, file, version)
-
-        found = self._run(url, "written", put)
-        meter.add(file.seek(0, io.SEEK_END), url)
-        return found
-
-    def delete(self, url: str, version: str | None = None) -> bool:
-        try:
-            self._run(url, "deleted", self._delete, version)
-        except (FileNotFoundError, ConflictError):
-            return False
-        return True
 
     def _run(
         self, url: str, doing: str, request: Callable[..., Coroutine[Any, Any, _Answer]], *args: Any, **more: Any
@@ -282,10 +233,34 @@ class FsspecClient(Client):
         wanted = os.getpid(), {name: os.environ.get(name) for name in os.environ if name.startswith(self.variables)}
         key, store = self._connected
         if key != wanted:
-            imported(url, self.package, self.extra)
+            imported(url, self.package)
             store = self.connect()
             self._connected = wanted, store
         return store
+
+
+class OpenedObject(Source):
+    """One version of an object, read in parts."""
+
+    def __init__(self, client: Client, url: str):
+        self.path, self._client = url, client
+        if (found := client.find(url)) is None:
+            raise not_found(url)
+        self.size, self._version, self._crc32c = found
+
+    def read(self, start: int, stop: int) -> bytes:
+        if (stop := min(stop, self.size)) <= start:
+            return b""
+        try:
+            found = self._client.read(self.path, start, stop, self._version)
+        except FileNotFoundError as error:
+            raise replaced(self.path) from error
+        if len(found) != stop - start:
+            raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
+        return found
+
+    def crc32c(self) -> int | None:
+        return self._crc32c
 
 
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"

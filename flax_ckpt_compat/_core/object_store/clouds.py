@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, PART_BYTES, FsspecClient, Key, split
+from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, PART_BYTES, Client, Key, split
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -37,12 +37,11 @@ def _byte_range(start: int, stop: int | None) -> dict[str, str]:
     return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
 
 
-class S3Client(FsspecClient):
+class S3Client(Client):
     """The scheme ``s3``."""
 
-    package, extra, variables = "s3fs", "s3", ("AWS_",)
-    credentials = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-    endpoint = "AWS_REGION and AWS_ENDPOINT_URL"
+    package, variables = "s3fs", ("AWS_",)
+    access = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_REGION, AWS_ENDPOINT_URL"
 
     def connect(self) -> Any:
         import botocore.session
@@ -78,13 +77,10 @@ class S3Client(FsspecClient):
         return await getattr(s3, operation)(Bucket=key.bucket, **arguments)
 
     async def _list(self, key: Key, prefix: str) -> dict[str, Stat]:
-        found, more = dict[str, Stat](), dict[str, str]()
-        while True:
-            page = await self._ask(key, "list_objects_v2", Prefix=prefix, **more)
-            found |= {one["Key"]: Stat(one["Size"], one["ETag"]) for one in page.get("Contents", ())}
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+        await key.store.set_session()
+        s3 = await key.store.get_s3(key.bucket)
+        pages = s3.get_paginator("list_objects_v2").paginate(Bucket=key.bucket, Prefix=prefix)
+        return {one["Key"]: Stat(one["Size"], one["ETag"]) async for page in pages for one in page.get("Contents", ())}
 
     async def _stat(self, key: Key) -> Stat:
         found = await self._ask(key, "head_object", Key=key.name)
@@ -149,13 +145,12 @@ class S3Client(FsspecClient):
         return found
 
 
-class GsClient(FsspecClient):
+class GsClient(Client):
     """The scheme ``gs``."""
 
-    package, extra, needs_commit_file = "gcsfs", "gcs", True
+    package, needs_commit_file = "gcsfs", True
     variables = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST", "GOOGLE_")
-    credentials = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
-    endpoint = "STORAGE_EMULATOR_HOST"
+    access = "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS; STORAGE_EMULATOR_HOST"
 
     def connect(self) -> Any:
         import aiohttp
@@ -210,12 +205,11 @@ def _gs_stat(fields: dict[str, Any]) -> Stat:
     return Stat(int(fields.get("size") or 0), str(fields.get("generation", "")), number)
 
 
-class AzClient(FsspecClient):
+class AzClient(Client):
     """The scheme ``az``; requests go through the client of Azure's own package, which adlfs opens."""
 
-    package, extra, variables = "adlfs", "az", ("AZURE_STORAGE_",)
-    credentials = "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
-    endpoint = "AZURE_STORAGE_CONNECTION_STRING"
+    package, variables = "adlfs", ("AZURE_STORAGE_",)
+    access = "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 
     def connect(self) -> Any:
         from adlfs import AzureBlobFileSystem

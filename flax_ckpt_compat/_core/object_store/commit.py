@@ -149,8 +149,8 @@ def remove_arrays_beside(url: str) -> None:
 
 def arrays_among(keys: Collection[str]) -> list[str]:
     """Return the keys that are parts of zarr arrays."""
-    folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == layout.ZARR2_METADATA}
     is_part = re.compile(rf"{re.escape(layout.ZARR2_METADATA)}|{layout.ZARR2_CHUNK.pattern}").fullmatch
+    folders = {folder for folder, name in map(posixpath.split, keys) if name == layout.ZARR2_METADATA}
     return [key for key in keys if posixpath.dirname(key) in folders and is_part(posixpath.basename(key))]
 
 

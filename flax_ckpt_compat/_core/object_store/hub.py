@@ -19,7 +19,7 @@ _MISSING = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError
 class HubClient(Client):
     """Requests to ``hf://organization/model[@revision]/path``, for reads alone."""
 
-    credentials, endpoint = "HF_TOKEN", "the name and revision of the repository"
+    access = "HF_TOKEN, the name and revision of the repository"
 
     def list(self, url: str) -> dict[str, Stat]:
         at, entries = _resolve(url), list[Any]()
@@ -69,7 +69,7 @@ class HubClient(Client):
 
 
 def _package(url: str) -> Any:
-    return imported(url, "huggingface_hub", "hf")
+    return imported(url, "huggingface_hub")
 
 
 def _resolve(path: str) -> dict[str, Any]:

@@ -89,16 +89,8 @@ class ObjectLocation(Location):
         return found.size
 
     def total_size(self) -> int:
-        if inside := self._inside():
-            return sum(stat.size for stat in inside.values())
-        found = self._file()
-        return found.size if found is not None else 0
-
-    def identity(self) -> None:
-        return None
-
-    def resolve(self) -> str:
-        return self.path
+        found = self._inside().values() or [self._file()]
+        return sum(stat.size for stat in found if stat is not None)
 
     def watch(self) -> Callable[[], bool]:
         def versions(found: dict[str, Stat]) -> Set[tuple[str, str]]:
@@ -135,9 +127,6 @@ class ObjectLocation(Location):
         if found is not None and COMMIT_FILE not in inside:
             return not found.size
         return is_unfinished(inside)
-
-    def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
-        return []
 
     def temporary_path(self) -> str:
         """Return a path in this user's folder for temporary files, and remove those of dead writers."""
@@ -182,7 +171,7 @@ class ObjectLocation(Location):
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         if presence.isdir(temporary):
-            Upload(self.path, self.path).publish(temporary, new=new, meter=meter)
+            Upload(self.path).publish(temporary, new=new, meter=meter)
         else:
             commit.publish_object(temporary, self.path, new=new, meter=meter)
             if not new:

@@ -1,8 +1,7 @@
 """Save a folder to a store, which has no rename. It is written in this order:
 
-1. a marker ``_begun…`` with the names of the data. It is also the claim of its writer: of several the highest counts,
-   all others give up;
-2. data, under names that no other save uses, beside what is there;
+1. a marker ``_begun…`` with the names of the data. Of several writers that with the highest goes on, others give up;
+2. data, under names that no other save uses. Several processes write it below names that end in the marker's tag;
 3. a list, which tells what is there, and whether a later writer has begun;
 4. the commit file of what is replaced goes. From here on the folder has a marker and no commit file: it is unfinished;
 5. all other files, each on the condition that it is as it was listed;
@@ -10,12 +9,8 @@
    changed, all begins again at step 3;
 7. what was replaced goes, and the marker.
 
-An overwrite of the same tree changes nothing but the index, times and checksums. There the folder stays complete: in
-step 4 the commit file is replaced, the old checksums go, and the index, which is written first, switches from the old
-arrays to the new.
-
-Several processes may write the data: process 0 writes the marker, all write below names that end in its tag, and
-process 0 goes on.
+An overwrite of the same tree changes nothing but the index, times and checksums, and the folder stays complete: the
+commit file is replaced in step 4, and the index, which is written first, switches to the new arrays.
 """
 
 from __future__ import annotations
@@ -44,26 +39,16 @@ _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n
 
 
 class Upload:
-    """A save of a folder, in one of its processes.
+    """A save of a folder, in one of its processes: of a checkpoint, or of the arrays beside a msgpack file."""
 
-    Attributes:
-        url: of the checkpoint.
-        folder: what is written: the checkpoint, or the folder of its arrays.
-        marker: the name of the marker, once the save has begun.
-        needs_commit_file: real Flax, and jax, look for ``commit_success.txt`` before they read arrays.
-    """
-
-    def __init__(self, url: str, folder: str, marker: str = ""):
-        """Take a marker if process 0 has begun the save."""
-        self.url, self.folder, self.marker, self._client = url, folder, marker, commit.client_for(folder)
+    def __init__(self, url: str, folder: str = "", marker: str = ""):
+        """Take the name of the marker if process 0 has begun the save."""
+        self.url, self.folder, self.marker, self._client = url, folder or url, marker, commit.client_for(url)
+        # Real Flax, and jax, look for ``commit_success.txt`` before they read arrays.
         self.needs_commit_file = self._client.needs_commit_file
         self._expected: dict[str, str] = {}  # name of a file that other saves have, too → version that is there
         self._is_shared = False  # another call has begun it
         self._has_begun = False  # such files may be there, or those of another save are gone
-
-    def fields(self) -> dict[str, str]:
-        """Return the arguments with which other processes make this object."""
-        return {"url": self.url, "folder": self.folder, "marker": self.marker}
 
     def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
         """Write the marker, with the names of the data; with ``new``, only where no checkpoint is."""
@@ -78,9 +63,6 @@ class Upload:
         if not self._client.shares_names:
             self._client.delete(self.folder)
         self.marker = commit.new_marker(max(int(time.time()), commit.time_of(commit.last_marker(found)) + 1))
-        self._put_marker(data)
-
-    def _put_marker(self, data: Collection[str]) -> None:
         self.write(self.marker, "\n".join(data).encode())
 
     def _put_commit_file(self, version: str) -> None:
@@ -159,7 +141,7 @@ class Upload:
         except BaseException:
             with suppress(StorageError):
                 if self._has_begun:  # others may count on what is there; so it names itself unfinished
-                    self._put_marker(data)
+                    self.write(self.marker, "\n".join(data).encode())
                 else:
                     self._delete([*parts, self.marker])
             raise
@@ -260,6 +242,6 @@ def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
     if not commit.client_for(url).shares_names:
         message = f"{url}: several processes cannot save one checkpoint to this store, which has no conditional writes"
         raise StorageError(f"{message}; save to a shared disk, s3:// or gs://, and copy that", path=url)
-    upload = Upload(url, url + ARRAYS_POSTFIX if in_gda_folder else url)
+    upload = Upload(url, url + ARRAYS_POSTFIX if in_gda_folder else "")
     upload.begin()
     return upload
