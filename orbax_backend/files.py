@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
@@ -83,12 +83,6 @@ def read_json(folder: Location, name: str, check: Check | None = None) -> dict[s
     if not isinstance(value, dict):
         raise corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
     return value
-
-
-def read_ahead(location: Location, names: Iterable[str]) -> None:
-    """Read files that `read_json` will read, at once, where a listing can keep them."""
-    if location.listing is not None:
-        location.prefetch(names)
 
 
 def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:

@@ -42,8 +42,8 @@ class Unsupported:
 class LeafDescriptions:
     """The leaves of one open directory."""
 
-    def __init__(self, reader: Reader, structure: Structure, index: Index | None) -> None:
-        """Prepare to describe them; ``reader`` is the one that reads them, and ``index`` has the arrays, if any."""
+    def __init__(self, reader: Reader, structure: Structure, index: Index) -> None:
+        """Prepare to describe them; ``reader`` is the one that reads them, and ``index`` has the arrays."""
         self._reader, self._structure, self._index, self._path = reader, structure, index, reader.path
         self._values = {} if structure.aggregate is None else structure.aggregate.values
         self._stored: dict[Any, StoredLeaf] = {}
@@ -88,8 +88,6 @@ class LeafDescriptions:
 
     def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
         """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
-        if self._index is None:
-            return None
         structure, name, value_type = self._structure, entry.name, entry.value_type
         for zarr3 in (structure.zarr3, not structure.zarr3):
             text = self._index.get(layout.key_prefix(name) + layout.ARRAY_METADATA_FILES[zarr3])

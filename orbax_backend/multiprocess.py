@@ -6,10 +6,10 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError, MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.object_store.upload import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import show_path
+from flax_ckpt_compat._core.tree import Path, show_path
 
 from . import writer
 from .encode_leaves import EncodedLeaf
@@ -32,7 +32,7 @@ from .ocdbt_writer import metadata_of, write_index
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
-from .shardings import sharding_texts
+from .shardings import sharding_text
 from .zarr import Encoding
 
 
@@ -55,8 +55,7 @@ def write(save: ProcessSave) -> None:
         )
     own = os.path.join(path, _name_of(process.index, upload))
     create_directory(own)
-    _assign_writers(plan, options)
-    arrays = _arrays_of(plan, process)
+    arrays = _arrays_of(plan, options.writers, process.index)
     record = Record() if options.checksums else None
     writer.write_arrays(own, arrays, options, record, is_primary)
     # All processes would upload the same list.
@@ -76,7 +75,6 @@ def write(save: ProcessSave) -> None:
 def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     path, plan, options, upload = save.path, save.prepared, save.options, save.upload
-    _assign_writers(plan, options)
     digest, location = _digest(plan), (Location(path) if upload is None else of_text(upload.url)).listed()
     names = [_name_of(index, upload) for index in range(save.process.count)]
     in_parallel(lambda number: _check_done(location, number, location / names[number], digest), range(len(names)))
@@ -90,21 +88,16 @@ def finish(save: ProcessSave) -> None:
     writer.commit(path, plan, plan.record if options.checksums else None)
 
 
-def _assign_writers(plan: SavePlan, options: WriteOptions) -> None:
-    for entry, _ in plan.arrays if options.writers else ():
-        entry.writer = options.writers.get(tuple(name for name, _ in entry.keys), 0)
-
-
-def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedLeaf]]:
-    """Return the arrays of which a process writes values or, process 0, the metadata."""
-    found, here = [], process.index
-    writer.start_transfers([stored for entry, stored in plan.arrays if entry.writer == here > 0])
-    for entry, stored in plan.arrays:
-        if entry.writer and here in (0, entry.writer):
-            stored = stored.written_by_one(is_here=entry.writer == here)
+def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[tuple[str, EncodedLeaf]]:
+    """Return the arrays of which the process ``here`` writes values or, process 0, the metadata."""
+    found, arrays = [], [(entry.name, stored, writers.get(entry.path, 0)) for entry, stored in plan.arrays]
+    writer.start_transfers([stored for _, stored, one in arrays if one == here > 0])
+    for name, stored, one in arrays:
+        if one and here in (0, one):
+            stored = stored.written_by_one(is_here=one == here)
         elif here and not stored.spans_processes:
             continue
-        found.append((entry.name, stored))
+        found.append((name, stored))
     return found
 
 
@@ -115,7 +108,7 @@ def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entr
         prefix = layout.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of[stored.shape, stored.write_shape, stored.dtype]):
             if (prefix + key).encode() not in entries:
-                leaf = show_path(tuple(name for name, _ in entry.keys))
+                leaf = show_path(entry.path)
                 raise _incomplete(location, f"the value {prefix + key!r} of the leaf {leaf!r} is missing")
     for file, end in Index(location, entries).ends().items():
         at = location / file
@@ -138,7 +131,7 @@ def _name_of(process: int, upload: Upload | None) -> str:
 
 def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
-    texts, numbers, dtypes = sharding_texts(), dict[str | None, int](), Memo(operator.attrgetter("name"))
+    texts, numbers, dtypes = Memo(sharding_text), dict[str | None, int](), Memo(operator.attrgetter("name"))
     spread = []
     for entry, stored in plan.arrays:
         if stored.spans_processes:
@@ -173,21 +166,13 @@ def merge(path: str, names: Sequence[str], location: Location) -> Entries:
     """Write a database in ``path`` with all entries of those in the folders ``names`` of ``location``; return them."""
     # A process that holds no first replica has written no database.
     written = [name for name in names if (location / name / MANIFEST).isfile()]
-    parts = in_parallel(lambda name: _entries_of(location, name), written, AT_ONCE if location.is_remote else 1)
+    try:
+        at_once = AT_ONCE if location.is_remote else 1
+        parts = in_parallel(lambda name: read_entries(location, f"{name}/"), written, at_once)
+    except CorruptCheckpointError as error:
+        raise _incomplete(location, str(error)) from error
     entries = [entry for part in parts for entry in part.items()]
     if entries:
         with translated(path, "written", TENSORSTORE_ERRORS):
             write_index(path, entries)
     return dict(entries)
-
-
-def _entries_of(location: Location, name: str) -> Entries:
-    try:
-        return read_entries(location, f"{name}/")
-    except CorruptCheckpointError as error:
-        folder = (location / name).path
-        raise StorageError(
-            f"{folder} could not be merged with those of the other processes: {error}. Nothing else may change "
-            f"it during a save; save again",
-            path=folder,
-        ) from error

@@ -295,7 +295,7 @@ def _form(encoding: Encoding, described: tuple[tuple[int, ...], tuple[int, ...],
         encoding = Encoding(checksums=True)
     text, info = metadata_of(shape, write_shape, dtype, encoding)
     is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
-    return _Form(encoding, text, info, info.first_key, nbytes, is_small)
+    return _Form(encoding, text, info, info.chunk_key((0,) * len(shape)), nbytes, is_small)
 
 
 _Cells = list[tuple[str, Box | None]]  # key of a chunk below the array's prefix, and its box in a shard, if not all

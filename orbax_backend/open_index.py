@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import errors
@@ -23,29 +23,25 @@ class Index:
     is_database = True
 
     def __init__(self, location: Location, entries: Entries) -> None:
-        self._location, self._entries = location.unlisted(), entries
+        self._location, self.entries = location.unlisted(), entries  # none where values are files
 
     def find(self, key: str) -> StoredValue | None:
         """Return the value, its byte range, or None if the key is absent."""
-        return self._entries.get(key.encode())
+        return self.entries.get(key.encode())
 
     def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
         """Return what `find` returns for each key."""
-        return list(map(self._entries.get, map(str.encode, keys)))
+        return list(map(self.entries.get, map(str.encode, keys)))
 
     def get(self, key: str) -> bytes | None:
         """Read the metadata of an array; return None if the key is absent."""
         value: Any = self.find(key)
         return _read_small(self._location, value) if type(value) is ByteRange else value
 
-    def keys(self) -> Collection[bytes]:
-        """Return all keys of a database; none where values are files."""
-        return self._entries.keys()
-
     def ends(self) -> dict[str, int]:
         """Return file of a database → end of the last value in it."""
         found: dict[str, int] = {}
-        for value in self._entries.values():
+        for value in self.entries.values():
             if type(value) is ByteRange:
                 found[value.file] = max(found.get(value.file, 0), value.offset + value.length)
         return found
@@ -79,7 +75,7 @@ def open_index(location: Location, names: Sequence[str], use_ocdbt: bool) -> Ind
         return _FileIndex(location)
     index = open_database(location, _unmerged_database(location, names))
     nested = _nested_entries(location, [name for name in names if "/" in name and not _has_array(index, name)])
-    return Index(location, {**nested, **index._entries}) if nested else index
+    return Index(location, {**nested, **index.entries}) if nested else index
 
 
 def open_database(location: Location, folder: str = "") -> Index:

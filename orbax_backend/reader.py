@@ -55,12 +55,8 @@ class OrbaxReader(Reader):
             structure = self._structure = read_structure(location, open_msgpack, check, on_failure)
             entries, self._aggregate = structure.entries, structure.aggregate
             names = [entry.name for entry in entries if not entry.skipped and entry.value_type != layout.STRING]
-            self._index: Index | None = open_index(location, names, structure.use_ocdbt) if names else None
-            self._arrays = (
-                ArrayReader(self.location, self._index, structure.fills_missing, recorded)
-                if self._index is not None
-                else None
-            )
+            self._index = open_index(location, names, structure.use_ocdbt) if names else Index(location, {})
+            self._arrays = ArrayReader(self.location, self._index, structure.fills_missing, recorded)
             try:
                 self.tree: Node = build_tree(structure, LeafDescriptions(self, structure, self._index).handles())
             except RecursionError as error:
@@ -103,15 +99,14 @@ class OrbaxReader(Reader):
                 raise unsupported_leaf(self.path, handle)
             else:
                 values[number] = leaf
-        if self._index is not None and self._arrays is not None:
-            # In a directory or store without a database, each key is looked up.
-            with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
-                arrays += self._read_inline(handles, inline, iter(self._index.find_all(keys)), values)
-            reads = list(map(_array_read, map(handles.__getitem__, arrays)))
-            if reads:
-                self._arrays.read(reads, self.meter, mapped=mapped)
-            for number, read in zip(arrays, reads, strict=True):
-                values[number] = self._decoded(handles[number], read.array)
+        # In a directory or store without a database, each key is looked up.
+        with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
+            arrays += self._read_inline(handles, inline, iter(self._index.find_all(keys)), values)
+        reads = [_array_read(handles[number]) for number in arrays]
+        if reads:
+            self._arrays.read(reads, self.meter, mapped=mapped)
+        for number, read in zip(arrays, reads, strict=True):
+            values[number] = self._decoded(handles[number], read.array)
         found = backend.read_all([one for _, one in aggregated], mapped=mapped, meter=self.meter)
         for (number, _), value in zip(aggregated, found, strict=True):
             values[number] = value
@@ -152,7 +147,7 @@ class OrbaxReader(Reader):
         if handle is None:
             return recorded.check_files()
         leaf = handle.locator
-        if not isinstance(leaf, StoredLeaf) or self._arrays is None:
+        if not isinstance(leaf, StoredLeaf):
             return isinstance(leaf, str) and layout.STRINGS in recorded.intact
         if leaf.info.codec is not None and leaf.info.codec.checksum:
             for box in self.boxes(handle, _CHECKED_BYTES):
@@ -236,10 +231,10 @@ def _strange_files(location: Location, names: Iterable[str]) -> Iterator[str]:
             yield file
 
 
-def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:
+def _orphans(structure: Structure, index: Index) -> Iterator[str]:
     """Yield the arrays of the database that no leaf refers to."""
     known = {layout.key_prefix(entry.name).encode() for entry in structure.entries}
-    for key in index.keys() if index is not None else ():
+    for key in index.entries:
         for name in layout.ARRAY_METADATA_FILES:
             if key.endswith(name.encode()) and key[: -len(name)] not in known:
                 yield f"{key.decode('utf-8', 'replace').removesuffix('/' + name)} (an array of no leaf)"

@@ -32,7 +32,11 @@ class Entry:
     name: str
     marker: str | None = None  # Orbax's name of an empty node, or None for a leaf
     stored: EncodedLeaf | None = None
-    writer: int = 0  # the process that writes a leaf which is not spread over processes
+
+    @property
+    def path(self) -> Path:
+        """Return the key path."""
+        return tuple(name for name, _ in self.keys)
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import SHARDING
 
@@ -22,12 +21,8 @@ from .files import Check, read_json
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def sharding_texts() -> Memo[str | None]:
-    """Return a cache of the texts of shardings, by them; None if Orbax's format cannot express one."""
-    return Memo(_describe)
-
-
-def _describe(sharding: Any) -> str | None:
+def sharding_text(sharding: Any) -> str | None:
+    """Return the text of a sharding, None if Orbax's format cannot express it."""
     if isinstance(sharding, str):  # a saved sharding, which stays as it is
         return sharding
     jax = sys.modules.get("jax")

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path
 
-from .files import Check, corrupt, corrupt_leaf, list_names, read_ahead, read_json
+from .files import Check, corrupt, corrupt_leaf, list_names, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, process_databases
 from .shardings import read_shardings
@@ -85,7 +85,8 @@ def read_structure(
     on_failure: contextlib.ExitStack,
 ) -> Structure:
     """Read the files that describe the tree: without ``_METADATA`` the msgpack file, which ``on_failure`` closes."""
-    read_ahead(location, [layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, layout.CHECKSUMS])
+    if location.listing is not None:  # which keeps what is read ahead
+        location.prefetch([layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, layout.CHECKSUMS])
     file, metadata = location / layout.TREE_METADATA, read_json(location, layout.TREE_METADATA, check)
     fields = metadata or {}
     annotations = parse_annotations(fields.get("custom_metadata"), file.path)

@@ -39,7 +39,7 @@ from .files import write_files
 from .ocdbt_writer import Database
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
-from .shardings import sharding_texts
+from .shardings import sharding_text
 from .zarr import Encoding, chunk_shape
 
 _KEY_TYPES = (layout.DICT_KEY, layout.SEQUENCE_KEY)
@@ -157,13 +157,10 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
 
 def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
-    jax = sys.modules.get("jax")
-    sources = [stored.source for stored in arrays if stored.value_type == layout.JAX_ARRAY]
+    sources = [stored.source for stored in arrays if is_jax_array(stored.source)]
     # default_backend() initializes jax's backends, which numpy arrays do not need.
-    if jax is None or not sources or jax.default_backend() == "cpu":
-        return
-    for source in sources:
-        if is_jax_array(source):
+    if sources and sys.modules["jax"].default_backend() != "cpu":
+        for source in sources:
             start_transfer(source)
 
 
@@ -179,7 +176,7 @@ def _tree_metadata(plan: SavePlan, *, zarr3: bool) -> dict[str, Any]:
         if stored is not None and stored.value_type == layout.JAX_ARRAY:
             value["write_shape"] = stored.write_shape
         keys = [{"key": name, "key_type": _KEY_TYPES[is_index]} for name, is_index in entry.keys]
-        tree[str(tuple([name for name, _ in entry.keys]))] = {"key_metadata": keys, "value_metadata": value}
+        tree[str(entry.path)] = {"key_metadata": keys, "value_metadata": value}
     return {
         "tree_metadata": tree,
         "use_ocdbt": True,
@@ -191,7 +188,7 @@ def _tree_metadata(plan: SavePlan, *, zarr3: bool) -> dict[str, Any]:
 
 def _shardings(plan: SavePlan) -> dict[str, str]:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    encoder = sharding_texts()
+    encoder = Memo(sharding_text)
     texts = [(name, encoder.of(stored.sharding)) for name, stored in plan.jax_arrays]
     return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in texts if text is not None}
 

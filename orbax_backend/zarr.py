@@ -86,11 +86,6 @@ class ArrayInfo:
         first = [self.prefix] if self.prefix else []
         return self.separator.join([*first, *map(str, cell)]) or "0"
 
-    @property
-    def first_key(self) -> str:
-        """Return the key of the first chunk."""
-        return self.chunk_key((0,) * len(self.shape))
-
     def keys(self) -> Iterator[str]:
         """Yield the keys of all chunks."""
         return (self.chunk_key(cell) for cell, _ in cells(full_box(self.shape), self.chunks))
@@ -116,7 +111,7 @@ class ArrayInfo:
             metadata = {**json.loads(self.text), "shape": list(chunks)}
             store[ARRAY_METADATA_FILES[self.zarr3]] = json.dumps(metadata).encode()
             if stored is not None:
-                store[self.first_key] = stored
+                store[self.chunk_key((0,) * len(chunks))] = stored
             spec = {"driver": "zarr3" if self.zarr3 else "zarr", "kvstore": "memory://"}
             values = ts.open(spec, open=True, read=True, context=context).result().read().result()
         except (ValueError, OSError, NotImplementedError) as error:

@@ -155,7 +155,7 @@ def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
         ("ocdbt.process_1", "StorageError: {path}: the share of process 1 is missing"),
         ("ocdbt.process_1/ended", "StorageError: {path}: the share of process 1 is missing"),
         ("ocdbt.process_1/manifest.ocdbt", "StorageError: {path}: what the processes saved is not complete"),
-        ("ocdbt.process_1/d/*", "StorageError: {path}/ocdbt.process_1 could not be merged"),
+        ("ocdbt.process_1/d/*", "StorageError: {path}: what the processes saved is not complete"),
     ],
 )
 def test_a_lost_share_is_told_at_the_end(tmp_path: Path, lost: str, said: str) -> None:
