@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes
-from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
+from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
@@ -99,7 +99,7 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         if not leaf.is_fully_addressable:
             raise _invalid(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
     elif not isinstance(leaf, complex):
-        raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", remedy_of_leaf(leaf))
+        raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", LEAF_REMEDY)
 
 
 def _check_dtype(path: Path, dtype: np.dtype[Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, tree
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable, zarr_name
-from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
+from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
@@ -136,7 +136,7 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
             stored.write_shape = leaf.chunks
         return stored
     found = f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}"
-    raise _unsupported(keystr, found, remedy_of_leaf(leaf))
+    raise _unsupported(keystr, found, LEAF_REMEDY)
 
 
 def encode_bytes(data: bytes, annotation: LeafType) -> EncodedLeaf:

@@ -13,7 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.array_boxes import cells, full_box
 from flax_ckpt_compat._core.dtypes import ZARR_ML_DTYPES, ZARR_TYPESTRS, dtype_from_name, zarr_name
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
 from . import chunk_codecs
@@ -103,7 +103,6 @@ class ArrayInfo:
 
     def _by_tensorstore(self, stored: bytes | None, chunks: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """Return the array of one chunk, which is missing without ``stored``."""
-        use_tensorstore()
         ts = load_tensorstore()
         try:
             context = ts.Context()

@@ -51,30 +51,18 @@ KIND_OF_TYPE = {**KIND_OF_NUMBER, str: LeafKind.STR}
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LeafHandle:
-    """One stored leaf, not read yet.
+    """One stored leaf, not read yet."""
 
-    Attributes:
-        path: key path from the root of the checkpoint.
-        kind: Python type of the restored value.
-        shape: shape of the array, or of the key data for a PRNG key; () for everything else.
-        dtype: dtype of the array, numpy scalar or key data; None for Python values.
-        nbytes: size of the value in memory, in bytes; 0 if the format does not store it.
-        stored_name: `name`, or None for the key path joined with slashes, which takes more memory than the file.
-        reader: open checkpoint that reads `locator`.
-        locator: private to the backend.
-        in_gda_folder: saved from several processes into the folder beside the msgpack file (Flax's ``_gda``).
-        possible_kinds: other kinds that the writer's release stored in the same way; the target's leaf decides.
-    """
-
-    path: Path
+    path: Path  # key path from the root of the checkpoint
     kind: LeafKind
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any] | None
-    nbytes: int
-    stored_name: str | None
-    reader: Reader = dataclasses.field(repr=False)
-    locator: Any = dataclasses.field(repr=False)
-    in_gda_folder: bool = False
+    shape: tuple[int, ...]  # of the array, or of the key data for a PRNG key; () for everything else
+    dtype: np.dtype[Any] | None  # None for Python values
+    nbytes: int  # size of the value in memory; 0 if the format does not store it
+    stored_name: str | None  # `name`, or None for the key path joined with slashes, which takes more memory
+    reader: Reader = dataclasses.field(repr=False)  # open checkpoint that reads `locator`
+    locator: Any = dataclasses.field(repr=False)  # private to the backend
+    in_gda_folder: bool = False  # in the folder beside the msgpack file (Flax's ``_gda``)
+    # Other kinds that the writer's release stored in the same way; the target's leaf decides.
     possible_kinds: frozenset[LeafKind] = frozenset()
 
     @property
@@ -147,8 +135,7 @@ class Reader(Protocol):
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read the values of leaves and slices in order; all slices of an array in one call decode its chunks once.
 
-        Arrays are writable, C order and 64-byte aligned; if ``mapped``, large ones may be private mappings of a local
-        file. Raise CorruptCheckpointError, or with ``verify`` ChecksumError, with the leaf."""
+        Arrays are writable, C order and 64-byte aligned; if ``mapped``, large ones may be mappings of a local file."""
         ...
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
@@ -170,9 +157,7 @@ class Reader(Protocol):
         return None
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:  # noqa: ARG002  (some readers have none)
-        """Check the stored bytes of a leaf, or all that belong to no leaf, against recorded checksums.
-
-        Return whether there are some; raise ChecksumError, with the leaf or the file, or as `read`."""
+        """Check the stored bytes of a leaf, or all that belong to no leaf; return whether checksums are recorded."""
         return False
 
     def close(self) -> None:
@@ -213,24 +198,19 @@ class ProcessSave:
 
 
 class Backend(Protocol):
-    """One format.
+    """One format: `prepare`, then `write` to a temporary in the checkpoint's directory, which the caller publishes.
 
-    Save: `prepare`, then `write` to a temporary in the checkpoint's own directory, which the caller publishes. With
-    several processes, with a barrier between the steps: `prepare` in all; `begin_multiprocess` in process 0, which
-    sends the others the temporary's path; `write_process_part` in all; `finish_multiprocess` in process 0."""
+    Several processes take the steps of `begin_multiprocess` and below, with a barrier between them."""
 
     format: Format
-    # As in Flax, arrays that span processes go into the ``_gda`` folder beside the file, all else is written by process
-    # 0, with sorted maps in place of lists, and `WriteOptions` of compression and writers have no effect.
+    # Arrays that span processes go into Flax's ``_gda`` folder; process 0 writes all else, sorted maps for lists.
     uses_gda_folder: bool
     write_event: str | None  # event that ``jax.monitoring`` records before a write, as in Flax, or None
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
         """Validate a tree, plan its storage and return ``prepared`` for the other methods; copy no array data.
 
-        Leaves are arrays, numpy and Python scalars, str, bytes, None, `HostCopy`, `StoredArray`, or `KeyData` of one of
-        the arrays. With ``process``, of arrays that processes share each writes its shards of ``replica_id`` 0; all
-        else is taken from process 0. Raise UnsupportedLeafError or NameCollisionError with the key path."""
+        With ``process``, each writes its shards of ``replica_id`` 0 of shared arrays; all else comes from process 0."""
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
@@ -252,8 +232,7 @@ class Backend(Protocol):
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a checkpoint and read its structure, by the location's listing, and perhaps small arrays with it.
 
-        With ``verify``, check recorded checksums: of the structure now, of arrays when they are read whole and not
-        mapped. Raise CorruptCheckpointError if it does not decode, or ChecksumError."""
+        With ``verify``, check checksums: of the structure now, of arrays when they are read whole and not mapped."""
         ...
 
 

@@ -1,9 +1,7 @@
 """Read ranges of files into memory, for both formats: neighbours together, on threads, and with their checksums.
 
 A format plans a `Read` for each range that it wants, with the leaf that it belongs to. `neighbours` groups them into
-`Run`s, each of which is one system call or one request, and `read_runs` reads these. Whoever knows checksums of the
-bytes is shown those of each run, which are in the CPU's cache still where pieces are small.
-"""
+`Run`s, each of which is one system call or one request, and `read_runs` reads these."""
 
 from __future__ import annotations
 
@@ -134,10 +132,7 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
 def read_runs(
     runs: Sequence[Run], deliver: Deliver, ended: Ended, meter: Meter = OFF, check: Check | None = None
 ) -> None:
-    """Read runs into the memory of their reads, on several threads.
-
-    ``deliver`` is called for each run with the reads that have no memory, and their bytes. Raise what ``ended`` returns
-    if a file is too short."""
+    """Read runs into the memory of their reads, on several threads; ``deliver`` gets the reads that have none."""
     read = functools.partial(_read_run, deliver, ended, meter, check)
     is_local = bool(runs) and runs[0].source.is_local
     nbytes = sum([run.stop - run.start for run in runs]) if is_local else 0

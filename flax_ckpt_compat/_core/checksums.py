@@ -1,7 +1,4 @@
-"""Compute checksums of what is stored: one for every block of 1 MiB, so that a block can be verified without the rest.
-
-New ones are CRC-32C, which every processor computes at the speed of memory; those of older releases are zlib's CRC-32.
-"""
+"""Compute checksums of what is stored, one for every block of 1 MiB: CRC-32C; those of older releases are CRC-32."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def of_blocks(data: Any, crc: Crc = crc32c) -> bytes:
 
 
 def check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None = None) -> None:
-    """Raise ChecksumError unless the checksums of blocks are equal.
-
-    ``what`` are the bytes that were summed, such as "the file" or "the chunk 'a/0' of the leaf 'a'", and ``leaf`` is
-    the key path if they are of one leaf."""
+    """Raise ChecksumError unless the checksums of blocks are equal; ``what`` was summed, such as "the file"."""
     if expected == found:
         return
     starts = range(0, max(len(expected), len(found)), SUM_BYTES)

@@ -30,9 +30,7 @@ ZARR_TYPESTRS = frozenset(["|b1", "|i1", "|u1", *(order + kind for order in "<>"
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
-    """Parse a dtype from ``np.dtype.name`` or, for foreign byte orders, ``np.dtype.str``.
-
-    Raise ValueError for no dtype, or one that holds Python objects, fields or raw void."""
+    """Parse a dtype from ``np.dtype.name`` or ``np.dtype.str``; raise ValueError for none that can be stored."""
     ml_dtype = _ML_DTYPES.get(name)
     if ml_dtype is not None:
         return ml_dtype
@@ -72,11 +70,7 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name to store for a dtype: ``dtype.name``, or the typestr for a foreign byte order.
-
-    ``dtype.name`` drops the byte order: real Flax would read big-endian arrays as garbage. It reads the typestr
-    (``>i4``) correctly, because it passes the name to ``np.dtype``.
-    """
+    """Return the name to store for a dtype; for a foreign byte order the typestr, which Flax reads: names drop it."""
     return dtype.name if dtype.isnative else dtype.str
 
 

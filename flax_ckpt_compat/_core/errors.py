@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.text_formatting import printable
 
-# The module that tracebacks name, and that programs import from.
-_PUBLIC = "flax_ckpt_compat.errors"
-# Longer than any path of a file: names in damaged files may have megabytes.
-_ENDLESS = re.compile(r"(\S{1000})\S{4000,}(\S{100})")
+_PUBLIC = "flax_ckpt_compat.errors"  # the module that tracebacks name, and that programs import from
+_ENDLESS = re.compile(r"(\S{1000})\S{4000,}(\S{100})")  # no path of a file, but names in damaged files
+# What to do about a leaf of an unsupported type.
+LEAF_REMEDY = (
+    "convert it to an array, list, number, str or bytes, or leave it out of the tree: remove the key, or declare the "
+    "field with flax.struct.field(pytree_node=False)"
+)
 
 
 class CheckpointError(Exception):
@@ -31,11 +34,15 @@ class CheckpointError(Exception):
     def __init_subclass__(cls) -> None:
         if cls.__module__ == __name__:
             cls.__module__ = _PUBLIC
+        # That of the first base refuses; tblib, and so Dask, unpickles errors with it.
+        base = OSError if issubclass(cls, OSError) else Exception
+        cls.__new__ = base.__new__  # type: ignore[method-assign]
 
-    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None):
+    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None, **attributes: Any):
         super().__init__(sanitize(message, path, leaf))
-        self.path = path
-        self.leaf = leaf
+        self.path, self.leaf = path, leaf
+        for name, value in attributes.items():  # those of a subclass
+            setattr(self, name, value)
 
 
 def add_sentence(error: CheckpointError, sentence: str) -> None:
@@ -62,12 +69,7 @@ class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
         has_remedy: the message says what to do next.
     """
 
-    if not TYPE_CHECKING:  # else it is that of ValueError, which refuses; tblib, and so Dask, unpickles errors with it
-        __new__ = OSError.__new__
-
-    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None, has_remedy: bool = False):
-        super().__init__(message, path=path, leaf=leaf)
-        self.has_remedy = has_remedy
+    has_remedy = False
 
 
 class IncompleteCheckpointError(CheckpointError, ValueError):
@@ -133,9 +135,6 @@ class ForkedProcessError(CheckpointError):
 class OutOfMemoryError(CheckpointError, MemoryError):
     """This process has too little memory for what is to be restored or saved."""
 
-    if not TYPE_CHECKING:  # as above
-        __new__ = Exception.__new__
-
 
 class DepthError(CheckpointError, ValueError, RecursionError):
     """A tree is nested too deeply to be saved or restored within Python's recursion limit."""
@@ -164,23 +163,15 @@ class ConversionError(CheckpointError, ValueError):
         conversions: what became of each, as `flax_ckpt_compat.convert` returns it.
     """
 
-    def __init__(self, message: str, *, path: str | None = None, conversions: tuple[object, ...] = ()):
-        super().__init__(message, path=path)
-        self.conversions = conversions
+    conversions: tuple[object, ...] = ()
 
 
 class StorageError(CheckpointError, OSError):
     """The file system or object store refused an operation; the original error is the cause.
 
-    Where the system refused access, it is a `PermissionDeniedError`; where nothing is there, a `MissingPathError`.
-
     Attributes:
         errno: the operating system's error number, where there was one.
     """
-
-    def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
-        super().__init__(message, path=path)
-        self.errno = errno
 
     if not TYPE_CHECKING:  # OSError has them as values, and makes its text of them where they are set
 
@@ -241,28 +232,11 @@ class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
         absent: their process indices.
     """
 
-    if not TYPE_CHECKING:  # as above
-        __new__ = OSError.__new__
-
-    def __init__(self, message: str, *, path: str | None = None, absent: tuple[int, ...] = ()):
-        super().__init__(message, path=path)
-        self.absent = absent
-
-
-def remedy_of_leaf(leaf: Any) -> str:
-    """Return what to do about a leaf of an unsupported type."""
-    if callable(leaf):
-        return (
-            "leave it out of the tree: declare the field with flax.struct.field(pytree_node=False), or remove the key"
-        )
-    return "convert it to an array, list, number, str or bytes, or leave it out of the tree"
+    absent: tuple[int, ...] = ()
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether an exception passed through a signal handler of the program.
-
-    Programs bound a call by a handler that raises TimeoutError, an OSError: it must reach them, and is not tried again.
-    """
+    """Return whether a signal handler of the program raised an error: a TimeoutError, say, which must reach it."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     return bool(codes) and any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 

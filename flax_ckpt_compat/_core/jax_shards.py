@@ -1,6 +1,4 @@
-"""Find the shards of jax arrays that are saved, without importing jax; cache facts about types, dtypes and shardings.
-
-Thousands of leaves share few of these."""
+"""Find the shards of jax arrays that are saved, without importing jax; cache facts that thousands of leaves share."""
 
 from __future__ import annotations
 

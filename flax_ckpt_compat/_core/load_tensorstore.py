@@ -15,15 +15,7 @@ _state = {"used": False, "forked": False}
 
 
 def load_tensorstore() -> Any:
-    """Import TensorStore and return it."""
-    if "tensorstore" not in sys.modules:
-        # In another thread: after Ctrl-C interrupted it, a second import aborts the process (0.1.86, measured).
-        run_apart(functools.partial(importlib.import_module, "tensorstore"))
-    return importlib.import_module("tensorstore")
-
-
-def use_tensorstore() -> None:
-    """Note that TensorStore is used from now on; raise ForkedProcessError if it was before this process was forked."""
+    """Import TensorStore and return it; raise ForkedProcessError if it was used before this process was forked."""
     _state["used"] = True
     if _state["forked"]:
         raise ForkedProcessError(
@@ -31,6 +23,10 @@ def use_tensorstore() -> None:
             "it. Restore and save in the parent, or start processes by 'spawn' or 'forkserver' "
             "(multiprocessing.set_start_method; multiprocessing_context= of data loaders)"
         )
+    if "tensorstore" not in sys.modules:
+        # In another thread: after Ctrl-C interrupted it, a second import aborts the process (0.1.86, measured).
+        run_apart(functools.partial(importlib.import_module, "tensorstore"))
+    return importlib.import_module("tensorstore")
 
 
 os.register_at_fork(after_in_child=lambda: _state.update(forked=_state["used"]))

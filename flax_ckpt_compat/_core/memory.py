@@ -30,9 +30,7 @@ _pause = {"on": False}
 
 @contextmanager
 def pause_gc(*, enabled: bool = True) -> Iterator[None]:
-    """Pause Python's cyclic garbage collector while many long-lived objects are created, without long waits.
-
-    They would trigger full collections, each of which walks everything that jax holds."""
+    """Pause Python's cyclic garbage collector while many long-lived objects are created: it would walk all of jax's."""
     is_paused = enabled and gc.isenabled()
     try:
         if is_paused:
@@ -83,10 +81,9 @@ def pack_chunks(
     chunk: Shape,
     copies: Sequence[tuple[Box, Box]],
 ) -> list[np.ndarray[Any, Any]]:
-    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks.
+    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, each from the bytes of all its chunks.
 
-    Each is the bytes of its chunks, one after another; ``copies`` are the boxes in each chunk, and in the array. numpy
-    copies and creates the arrays of a block without Python code for each."""
+    ``copies`` are the boxes in each chunk, and in the array."""
     size = math.prod(shape) * dtype.itemsize
     stride = max(size + -size % ALIGNMENT, ALIGNMENT)
     most = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import os
 import shutil
 import sys
@@ -25,7 +26,7 @@ _log = logging.getLogger("flax_ckpt_compat")
 _EVERY_SECONDS = 0.2
 BAR = "bar"  # value of the setting ``progress``
 _NAME_WIDTH, _BAR_WIDTH = 32, 20
-_LOCKED_SECONDS = 1.0  # how long the report of a failure waits for a call of the callback that is under way
+_LOCKED_SECONDS = 1.0  # how long the last report waits for a call that is under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,23 +60,17 @@ class Progress:
 Callback = Callable[[Progress], object]
 
 
-class Stopped(BaseException):
-    """The callback raised an error, which ends a restore; no handler of damage or lost requests may take it for one."""
-
-
 class Meter:
     """Counter of the bytes of one save or restore; without a callback it counts nothing.
 
-    Threads call `add`. One of them at a time calls the callback, at most five times a second. What it raises is raised
-    by a restore at once, and kept by a save until `settle`; it is not called again."""
+    Threads call `add`. One of them at a time calls the callback, at most five times a second. What it raises is logged,
+    ends no save or restore, and is its last call."""
 
     def __init__(self, callback: Callback | None = None, doing: Literal["save", "restore"] = "save"):
         self.is_on = callback is not None  # somebody asked for reports
         self._callback, self._doing = callback, doing
-        self._failure: BaseException | None = None  # of the callback
-        self._path = ""
-        self._total: int | None = None  # None until it begins
-        self._start = self._due = 0.0  # when it began, and when the next report is due
+        self._path, self._total = "", 0
+        self._start, self._due = 0.0, math.inf  # when it began, and when the next report is due
         self._done = self._counted = 0  # bytes that were reported, and those of all rounds
         self._added = collections.deque[int]()  # bytes that are not counted yet
         self._rounds = 1
@@ -83,7 +78,7 @@ class Meter:
 
     def begin(self, path: str, total: int, *, rounds: int = 1) -> None:
         """Begin to count all bytes of a checkpoint, or begin anew; each is added so many times, as files are sent."""
-        if self._total is None:
+        if math.isinf(self._due):
             self._start = time.monotonic()
             self._due = self._start + _EVERY_SECONDS
         if (path, total) != (self._path, self._total):
@@ -98,70 +93,48 @@ class Meter:
         self._added.append(nbytes)
         if time.monotonic() >= self._due and self._turn.acquire(blocking=False):
             try:
-                self._report(name)
+                if time.monotonic() >= self._due:  # else another thread has reported meanwhile
+                    self._report(name if isinstance(name, str) else show_path(name))
             finally:
                 self._turn.release()
 
-    def _report(self, name: str | Path) -> None:
-        if self._total is None or time.monotonic() < self._due:
-            return
+    def _report(self, name: str) -> None:
         while self._added:
             self._counted += self._added.popleft()
-        # Never less than before, though something is read or written again; all of it is reported by `_end` alone.
-        self._done = max(self._done, min(self._counted // self._rounds, self._total - 1))
-        if self._done < self._total:
-            self._call(self._done, name if isinstance(name, str) else show_path(name))
+        if self._total:
+            # Never less than before, though something is read or written again; all of it is reported at the end alone.
+            self._done = max(self._done, min(self._counted // self._rounds, self._total - 1))
+            self._call(self._done, name)
         self._due = time.monotonic() + _EVERY_SECONDS
 
     def _call(self, done: int, name: str, error: BaseException | None = None) -> None:
-        """Call the callback unless it has failed; keep its failure, and stop a restore that has no other."""
-        assert self._callback is not None
-        assert self._total is not None
-        if self._failure is None:
-            seconds = time.monotonic() - self._start
-            try:
+        seconds = time.monotonic() - self._start
+        try:
+            if self._callback is not None:
                 self._callback(Progress(self._doing, self._path, name, done, self._total, seconds, error))
-            except (Exception, SystemExit) as failure:  # noqa: BLE001  (it is the user's)
-                self._failure = failure
-        if self._failure is not None and self._doing == "restore" and error is None:
-            raise Stopped
+        except Exception as failure:
+            if is_of_handler(failure):
+                raise
+            self._callback = None
+            _log.exception("The progress callback of a %s failed, and is not called again", self._doing)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report how the block ended, if it had begun; raise what the callback of a restore raised."""
+        """Report how the block ended, if it had begun."""
         try:
             yield
-            self._end(None)
-        except Stopped:
-            assert self._failure is not None
-            raise self._failure from None
         except BaseException as error:
-            self._end(error)
+            self._end(self._done, error)
             raise
+        self._end(self._total)
 
-    def _end(self, error: BaseException | None) -> None:
-        if self._total is None or not self.is_on:
-            return
+    def _end(self, done: int, error: BaseException | None = None) -> None:
         # After an interrupt, a thread may still be in the callback.
-        if self._turn.acquire(timeout=-1 if error is None else _LOCKED_SECONDS):
+        if not math.isinf(self._due) and self._turn.acquire(timeout=_LOCKED_SECONDS):
             try:
-                self._call(self._total if error is None else self._done, "", error)
+                self._call(done, "", error)
             finally:
                 self._turn.release()
-        if error is not None and self._failure is not None:
-            _log.error("The progress callback failed, and so did the %s", self._doing, exc_info=self._failure)
-
-    def settle(self, *, in_background: bool) -> None:
-        """Raise what the callback raised during a save that is complete; in the background, log it.
-
-        There, it would be taken for a failure of the save."""
-        if self._failure is None:
-            return
-        saved = f"{self._path} is saved, and complete"
-        if not in_background:
-            self._failure.add_note(f"The progress callback raised this. {saved}.")
-            raise self._failure
-        _log.error("%s, but its progress callback failed", saved, exc_info=self._failure)
 
 
 OFF = Meter()
@@ -192,12 +165,8 @@ def bar(report: Progress) -> None:
     width, ends = shutil.get_terminal_size().columns - 1, report.finished or report.error is not None
     with suppress(AttributeError, OSError, ValueError):  # the size of standard output, if this is no descriptor
         width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
-    try:
-        # A name that is wider on the terminal than here, and its bar, may take two lines.
-        print(f"\r{'' if ends else text[:width]:{width}}", end="\r", file=sys.stderr, flush=True)
-    except Exception as error:  # a terminal that is gone ends no save or restore
-        if is_of_handler(error):
-            raise
+    # A name that is wider on the terminal than here, and its bar, may take two lines.
+    print(f"\r{'' if ends else text[:width]:{width}}", end="\r", file=sys.stderr, flush=True)
 
 
 class Stopwatch:

@@ -1,7 +1,6 @@
-"""Parse, order and count names of checkpoints and modules, as Flax does: pure functions on names and numbers.
+"""Parse, order and count names of checkpoints and modules, as legacy Flax does, without its accidents of globs.
 
-The rules for checkpoints are those of legacy Flax without its glob and sorting accidents: a name belongs to a prefix
-only if the rest of the name is one finite number."""
+A name belongs to a prefix only if the rest of the name is one finite number."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ _NUMBERED = re.compile(r"(.*?)(\d{1,15})", re.ASCII | re.DOTALL)  # Python refus
 _STEP = re.compile(rf"[-+]?{NUMBER}")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
-_ENDS_IN_STEP = re.compile(rf".*{NUMBER}", re.DOTALL)
 _SEPARATED = re.compile(rf"(?:.*[^0-9A-Za-z.])?{NUMBER}", re.DOTALL)
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
 ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string that refers to one of them
@@ -55,9 +53,7 @@ def numbered(name: str) -> tuple[str, int] | None:
 
 
 def linen_names(names: Iterable[str]) -> dict[str, str]:
-    """Return old → new names of modules: pre-linen's have one count for all classes, linen's one count a class.
-
-    Names without a number, and linen's own, stay as they are. Pass all children of one module."""
+    """Return old → new names of a module's children: pre-linen's are counted together, linen's class by class."""
     counts, renamed = collections.Counter[str](), {}
     for name in natural_sort(names):
         match = MODULE_NUM_RE.match(name)
@@ -104,7 +100,7 @@ def split_step(name: str) -> tuple[str, str] | None:
 
 def ends_in_step(name: str) -> bool:
     """Return whether a name may be a prefix and a step."""
-    return _ENDS_IN_STEP.fullmatch(name) is not None
+    return split_step(name) is not None
 
 
 def is_foreign(name: str) -> bool:

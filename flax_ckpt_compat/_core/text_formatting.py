@@ -1,7 +1,6 @@
 """Write texts of messages: escape untrusted names, format sizes and rows, shorten lists of names, suggest similar ones.
 
-File names and keys of a tree may hold escape sequences that recolour a terminal, move its cursor or forge lines of a
-log. All error messages, log records, plans and command-line output pass through here."""
+Names may hold escape sequences of terminals or lines of a log: all messages, records and output pass through here."""
 
 from __future__ import annotations
 
@@ -18,12 +17,10 @@ from typing import Any
 _UNITS, _THOUSAND = ("B", "kB", "MB", "GB", "TB", "PB"), 1000
 _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 MAX_SHOWN = 20
-# Python refuses to convert numbers of thousands of digits.
-_NUMBER = re.compile(r"(\d{1,15})", re.ASCII)
+_NUMBER = re.compile(r"(\d{1,15})", re.ASCII)  # Python refuses to convert thousands of digits
 _MAX_RUNS = 6
 _MAX_COMPARED = 40  # names: difflib is slow, so of more those that share the most pairs of letters
-# Such as attn and attention; encoder and Dense_0 are less alike.
-_AKIN = 0.6
+_AKIN = 0.6  # as attn and attention; encoder and Dense_0 are less alike
 
 
 def printable(text: str, *, one_line: bool = False) -> str:

@@ -1,9 +1,7 @@
 """Run tasks on threads, also at the interpreter's exit, in signal handlers, and where Ctrl-C interrupts a wait.
 
-Python's own pools take no tasks once the interpreter exits, and hold a lock while they start a thread, on which a
-signal handler that saves would wait for ever. Here threads claim tasks, and whoever wants a result runs what nobody
-claimed.
-"""
+Python's pools take no tasks at exit, and hold a lock while they start a thread, on which a signal handler would hang.
+Here threads claim tasks, and whoever wants a result runs what nobody claimed."""
 
 from __future__ import annotations
 
@@ -72,10 +70,8 @@ class Task:
             self._ended.put(None)
 
     def wait(self, timeout: float = math.inf) -> bool:
-        """Wait until the task has ended, at most so many seconds; return whether it has.
-
-        Raises RuntimeError within the task itself, such as in a signal handler that interrupted it."""
-        if self.runs_here:
+        """Wait until the task has ended, at most so many seconds; return whether it has."""
+        if self.runs_here:  # such as in a signal handler that interrupted it
             raise RuntimeError("a task cannot wait for its own end")
         end = time.monotonic() + timeout
         while not self.done and (left := end - time.monotonic()) > 0:
@@ -168,8 +164,7 @@ def in_parallel(
     """Call ``work`` for each item, on up to ``at_once`` threads, and return what it returns, in the order of the items.
 
     After a failure, or Ctrl-C, start no more, and raise it once the others have ended; a second Ctrl-C is raised at
-    once. With ``in_runs``, each thread takes a share of neighbours: the system reads ahead well in a few parts of a
-    file, and badly where threads take turns."""
+    once. With ``in_runs``, each thread takes a share of neighbours, where the system reads ahead well."""
     ordered = list(items)
     n_threads = min(at_once, len(ordered))
     if n_threads < 2:

@@ -1,8 +1,7 @@
 """Define the neutral tree that every format is written from and read into.
 
-A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, `KeyData`, `HostCopy`,
-`StoredArray`, None); when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
-"""
+A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, str, bytes, None, `HostCopy`,
+`StoredArray`, or `KeyData` of an array); when reading, `flax_ckpt_compat._core.backend.LeafHandle`s, or None."""
 
 from __future__ import annotations
 
@@ -13,17 +12,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
-from flax_ckpt_compat._core import array_boxes, jax_shards
+from flax_ckpt_compat._core import jax_shards
 from flax_ckpt_compat._core.errors import NameCollisionError
 
 if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
     import numpy as np
 
 Path = tuple[str, ...]
-# Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
-# real trees take up to ten times their file.
+# Bytes of key paths: that any tree may have, per byte of the file (real trees: ten), and per name.
 _LEAST_PATH_BYTES, _PATH_BYTES_RATIO, _BYTES_PER_NAME = 64 * 2**20, 64, 9
-Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
+Node = Any  # Branch | leaf
 
 
 class PathLengths:
@@ -88,11 +86,6 @@ class HostCopy:
     dtype: np.dtype[Any]
     shards: tuple[Shard, ...]  # each distinct shard once; together they cover the array
     sharding: Any  # the original's ``jax.sharding.Sharding``
-
-    @classmethod
-    def whole(cls, data: np.ndarray[Any, Any], sharding: Any) -> HostCopy:
-        """Return a copy with one shard."""
-        return cls(data.shape, data.dtype, (Shard(array_boxes.full_box(data.shape), data),), sharding)
 
     @property
     def nbytes(self) -> int:
@@ -205,10 +198,7 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
 
 
 def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
-    """Build a tree from leaves, or branches without children, in this order; the inverse of `iter_leaves`.
-
-    Branches get the containers of those of ``like`` with the same names. Raise NameCollisionError if a key path is both
-    a leaf and a subtree."""
+    """Build a tree from leaves, or branches without children, in this order, with the containers of ``like``'s."""
     if () in leaves and len(leaves) == 1:
         return leaves[()]
     root = Branch({})
@@ -236,11 +226,6 @@ def _in_containers(node: Node, like: Node) -> Node:
     if children.keys() != like.children.keys():
         return Branch(children, int_keys=like.int_keys & children.keys())
     return Branch(children, like.container, like.int_keys, like.type_name)
-
-
-def key_name(key: Any) -> str:
-    """Return the name of one key of jax's key paths, as text."""
-    return str(next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key))
 
 
 def joined(path: Path) -> str:

@@ -140,7 +140,6 @@ class _OwnSave:
                 self.coordinator.barrier(COMMIT, write, on_primary=self._commit)
             finally:
                 self._clean_up()
-        meter.settle(in_background=request.async_manager is not None)
 
     def _commit(self, _: Reports) -> None:
         """Commit what all processes have written, in process 0."""

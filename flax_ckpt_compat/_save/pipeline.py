@@ -79,4 +79,3 @@ def _write(
         watch.lap("retain")
     watch.count(nbytes)
     watch.log("Saved", request.path)
-    meter.settle(in_background=request.async_manager is not None)

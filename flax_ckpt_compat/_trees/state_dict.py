@@ -22,7 +22,7 @@ from flax import core, serialization
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, key_name, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 from flax_ckpt_compat._trees import old_namedtuples
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
@@ -307,6 +307,11 @@ def _one_level(node: Any) -> list[tuple[Any, Any]]:
 def _is_sequence(entries: list[tuple[Any, Any]]) -> bool:
     kinds = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
     return bool(entries) and all(isinstance(keys[0], kinds) for keys, _ in entries)
+
+
+def key_name(key: Any) -> str:
+    """Return the name of one key of jax's key paths, as text."""
+    return str(next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key))
 
 
 def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.tree import Path, joined, key_name, show_path
+from flax_ckpt_compat._core.tree import Path, joined, show_path
+from flax_ckpt_compat._trees.state_dict import key_name
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Shard, iter_leaves
 from tests.support.profiles import examples
+from tests.support.spread import whole
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint, state_dicts
 
 
@@ -67,7 +68,7 @@ def test_jax_arrays(save, dtype):
 def test_host_copy(save):
     """A copy that was made for a background save is stored as the array it was made of."""
     array = jnp.arange(3.0)
-    assert save({"a": HostCopy.whole(np.asarray(array), array.sharding)}).read_bytes() == flax.serialization.to_bytes(
+    assert save({"a": whole(np.asarray(array), array.sharding)}).read_bytes() == flax.serialization.to_bytes(
         {"a": array}
     )
 

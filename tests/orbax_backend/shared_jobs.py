@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, 
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard
 from tests.support.orbax_trees import BACKEND, branches, handles
+from tests.support.spread import whole
 
 # Of every array that all processes hold together: how it lies on a mesh of the axes x and y.
 SPECS = {
@@ -99,7 +100,7 @@ def our_tree(mesh: Mesh, copied: bool) -> dict[str, Any]:
 
 def _copied(array: jax.Array) -> HostCopy:
     if array.is_fully_replicated:
-        return HostCopy.whole(np.array(array), array.sharding)
+        return whole(np.array(array), array.sharding)
     shards = (
         Shard(normalize_index(s.index, array.shape), np.array(s.data))
         for s in array.addressable_shards

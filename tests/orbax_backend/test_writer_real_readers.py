@@ -11,9 +11,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData
 from tests.support.orbax_trees import branches, on_host, save
 from tests.support.peers import needs, ocp_v1, skip_without_typed_keys, version
+from tests.support.spread import whole
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint
 
 READERS = {
@@ -119,7 +120,7 @@ def test_real_orbax_restores_a_key_on_the_host(tmp_path: Path) -> None:
 def test_host_copies_are_stored_as_the_arrays_that_they_were(tmp_path: Path) -> None:
     """A copy made for a background save comes back from real Orbax as a jax.Array with its sharding."""
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec("x"))
-    path = save(tmp_path / "c", {"a": HostCopy.whole(np.arange(4, dtype=np.float32), sharding)})
+    path = save(tmp_path / "c", {"a": whole(np.arange(4, dtype=np.float32), sharding)})
     restored = ocp.PyTreeCheckpointer().restore(path)["a"]
     assert restored.sharding == sharding
     assert np.array_equal(restored, np.arange(4))

@@ -29,6 +29,11 @@ class Halves:
         return (shape[0] // 2, *shape[1:])
 
 
+def whole(data: np.ndarray[Any, Any], sharding: Any) -> HostCopy:
+    """A copy with one shard."""
+    return HostCopy(data.shape, data.dtype, (Shard(tuple(slice(0, size) for size in data.shape), data),), sharding)
+
+
 def half(whole: np.ndarray[Any, Any], process: int) -> HostCopy:
     """What one of two processes has of an array of which each holds half of the first axis."""
     middle = whole.shape[0] // 2
