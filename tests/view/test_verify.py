@@ -101,7 +101,7 @@ def test_flipped_bits_of_compressed_arrays(tmp_path: Path) -> None:
             flip(chunk, at, 3)
             damaged = [one for one in only(path).leaves if one.state == "damaged"]
             assert [one.path for one in damaged] == [leaf]
-            assert f"the array '{leaf}'" in damaged[0].why
+            assert f"the leaf '{leaf}'" in damaged[0].why
             flip(chunk, at, 3)
     assert verify(path).state == "unverified"
 
