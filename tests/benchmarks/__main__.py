@@ -1,6 +1,6 @@
 """How fast it is: ``python -m tests.benchmarks``, from the checkout.
 
-Restores read from a warm page cache, but for the rows that say cold, for every system alike.
+Restores read from a warm page cache, for every system alike.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 
-from tests.benchmarks import disk, peak, report, rounds, systems
+from tests.benchmarks import disk, report, rounds, systems
 from tests.benchmarks.workloads import workloads
 
 
@@ -27,18 +27,15 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(options: argparse.Namespace, workdir: str) -> report.Results:
     facts = disk.machine_facts(workdir)
     print("; ".join(f"{name} {fact}" for name, fact in facts.items()))
-    results: report.Results = {"machine": facts, "workloads": {}, "seconds": [], "peaks": []}
+    results: report.Results = {"machine": facts, "workloads": {}, "seconds": []}
     chosen = [one for one in workloads(quick=options.quick) if not options.only or one.name in options.only]
     for workload in chosen:
-        series = rounds.run(workload, options.rounds, workdir, _say, quick=options.quick)
+        series = rounds.run(workload, options.rounds, workdir, _say)
         about = {"title": workload.summary, "nbytes": workload.nbytes, "leaves": workload.leaves}
         results["workloads"][workload.name] = about
         results["seconds"] += series.entries(workload.name)
         for table in report.tables(workload.name, workload.summary, series):
             table.show()
-    if not options.no_memory:
-        results["peaks"] = peak.peaks(chosen, workdir, _say, quick=options.quick)
-        report.memory_table(results["peaks"]).show()
     return results
 
 
@@ -49,7 +46,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     names = [workload.name for workload in workloads(quick=True)]
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
-    parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, a process for each figure")
     parser.add_argument("--write", action="store_true", help="write RESULTS.md, results.json and README's table")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 5)

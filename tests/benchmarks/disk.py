@@ -1,4 +1,4 @@
-"""Whether what was written has reached the disk, taking it out of the page cache, and facts of the machine."""
+"""Whether what was written has reached the disk, or is in the page cache, and facts of the machine."""
 
 import ctypes
 import datetime
@@ -32,26 +32,6 @@ def unsynced(directory: str) -> int | None:
     if None in found:
         return None
     return os.sysconf("SC_PAGE_SIZE") * sum(int(pages.dirty + pages.in_writeback) for pages in found if pages)
-
-
-def drop_cache(directory: str) -> bool:
-    """Takes the files under a directory out of the page cache, so that the next read comes from the disk.
-
-    The names of files and their places on the disk stay in memory, and a virtual machine's host may keep the data.
-
-    Returns:
-        Whether the kernel says that nothing of them is cached any more; False where it cannot say.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    for path in _files(directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-    return all((pages := _pages(path)) and not pages.cached for path in _files(directory))
 
 
 def cached(path: str) -> int | None:
@@ -101,7 +81,7 @@ def machine_facts(workdir: str) -> dict[str, str]:
     """What of the machine matters for the figures, without names or paths."""
     from importlib.metadata import version
 
-    libraries = ("flax", "orbax-checkpoint", "jax", "jaxlib", "tensorstore", "msgpack", "numpy", "optax", "safetensors")
+    libraries = ("flax", "orbax-checkpoint", "jax", "jaxlib", "tensorstore", "msgpack", "numpy", "optax")
     return {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "CPUs": f"{os.cpu_count()} ({platform.machine()})",

@@ -1,4 +1,4 @@
-"""The peers that are not `flax.training.checkpoints`: Orbax's own interfaces, safetensors, and NumPy's archives."""
+"""The peers that are not `flax.training.checkpoints`: Orbax's own interfaces."""
 
 import dataclasses
 import os
@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-import safetensors.flax
-import safetensors.numpy
 
 from tests.benchmarks.systems import timed
 
@@ -32,11 +29,6 @@ class Peer:
     name: str
     into: Callable[[str, Any], Any]
     out_of: Callable[[str, Any], Any]
-
-    @property
-    def ours(self) -> bool:
-        """It is not."""
-        return False
 
     def save(self, directory: str, tree: Any) -> None:
         """Saves and waits until it is committed."""
@@ -100,43 +92,6 @@ def _begin_v1(path: str, tree: Any) -> Callable[[], Any]:
     return lambda: response.result()
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def _like(target: Any, arrays: Any) -> Any:
-    """The arrays, by name, in the target's structure; on a device where the target's are."""
-    entries, structure = jax.tree_util.tree_flatten_with_path(target)
-    leaves = [
-        jax.device_put(arrays[jax.tree_util.keystr(path)], leaf.sharding)
-        if isinstance(leaf, jax.Array)
-        else arrays[jax.tree_util.keystr(path)]
-        for path, leaf in entries
-    ]
-    return jax.tree_util.tree_unflatten(structure, leaves)
-
-
-def _save_tensors(path: str, tree: Any) -> None:
-    arrays = _flat(tree)
-    on_device = isinstance(next(iter(arrays.values())), jax.Array)
-    (safetensors.flax if on_device else safetensors.numpy).save_file(arrays, path)
-
-
-def _restore_tensors(path: str, target: Any) -> Any:
-    on_device = isinstance(jax.tree.leaves(target)[0], jax.Array)
-    return _like(target, (safetensors.flax if on_device else safetensors.numpy).load_file(path))
-
-
-def _save_archive(path: str, tree: Any) -> None:
-    with open(path, "xb") as file:
-        np.savez(file, **{name: np.asarray(leaf) for name, leaf in _flat(tree).items()})
-
-
-def _restore_archive(path: str, target: Any) -> Any:
-    with np.load(path) as archive:
-        return _like(target, archive)
-
-
 _async = _KeptCheckpointer()
 PYTREE = Peer("orbax PyTreeCheckpointer", lambda path, tree: ocp.PyTreeCheckpointer().save(path, tree), _restore_pytree)
 STANDARD = Peer("orbax StandardCheckpointer", _save_standard, _restore_standard)
@@ -144,5 +99,3 @@ ASYNC = BackgroundPeer("orbax AsyncCheckpointer", _async.save, _restore_pytree, 
 # Earlier releases of v1 have other names for these.
 _HAS_V1 = ocp_v1 is not None and hasattr(ocp_v1, "save") and hasattr(ocp_v1, "load")
 V1 = (BackgroundPeer("orbax v1", ocp_v1.save, ocp_v1.load, _begin_v1),) if _HAS_V1 else ()
-SAFETENSORS = Peer("safetensors", _save_tensors, _restore_tensors)
-SAVEZ = Peer("np.savez", _save_archive, _restore_archive)

@@ -11,23 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import lineup, peers
-from tests.benchmarks.series import Entry, Series
-from tests.benchmarks.systems import (
-    BLOCKED,
-    COLD,
-    COPY,
-    FLAX,
-    OTHER_MESH,
-    OURS,
-    RAW,
-    RESTORE,
-    RESTORE_NONE,
-    SAVE,
-    TOUCHED,
-)
+from tests.benchmarks import peers, rounds
+from tests.benchmarks.rounds import Entry, Series
+from tests.benchmarks.systems import BLOCKED, FLAX, OURS, RAW, RESTORE, SAVE
 
-# ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`), ``peaks`` and ``losses``.
+# ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`) and ``losses``.
 Results = dict[str, Any]
 DATA, PAGE = Path(__file__).with_name("results.json"), Path(__file__).with_name("RESULTS.md")
 README = Path(__file__).parents[2] / "README.md"
@@ -47,17 +35,13 @@ rounds, in an order of each round's own. On the small leaves all ran {small} rou
 
 - *peer ÷ ours*: msgpack beside Flax's msgpack; Orbax's format beside the fastest of Orbax's interfaces in that table
   (Flax with the flag on, `PyTreeCheckpointer`, `StandardCheckpointer`, Orbax v1), which is named; both formats' saves
-  in the background beside Orbax's fastest. safetensors and `np.savez` are shown only: they hold arrays, no checkpoint.
+  in the background beside Orbax's fastest.
 - *÷ limit*: how many times the machine's own limit it took. That is the faster of one thread and of one for each CPU
-  that write and sync, or read into fresh memory, the same bytes as one file; for *blocked* it is one copy in memory.
+  that write and sync, or read into fresh memory, the same bytes as one file.
 - Ratios of systems that ran equally often are medians of the ratios within each round: the host of a virtual machine
   may slow down by half from one second to the next. All other ratios are those of medians.
 - *synced*: what the kernel says of the files right after the save returned.
-- *cold*: the files were synced and then put out of the page cache one by one (`posix_fadvise`) until the kernel said
-  that nothing of them was in it. Where they lie on the disk was still known, and the host of a virtual machine may
-  still have had the data. All other restores read from a warm page cache.
-- *zstd*: with the setting `compression`. Orbax compresses so unless told otherwise, ours does not.
-- *mapped*: with the setting `mapped`; *restore* is then the time before anything was touched.
+- Restores read from a warm page cache.
 - Flax's msgpack restores give numpy's arrays, and so do ours, also where the target's are on devices.
 - GPT-2 small has 148 arrays in Flax: 12 in each of 12 layers, and 4.
 """
@@ -71,8 +55,6 @@ of the last third of that time, when the save has long ended."""
 # Orbax's best ÷ ours, and seconds that a call may block for each 0.5 GB.
 _LOST_GOAL, _BLOCKED_GOAL = 4.0, 0.1
 _V1 = {one.name for one in peers.V1}
-OPERATIONS = (SAVE, RESTORE, OTHER_MESH, RESTORE_NONE, COLD, TOUCHED, BLOCKED)
-_COPY_ROW = "raw: one copy in memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,28 +88,43 @@ class Table:
 
 
 def tables(workload: str, summary: str, series: Series) -> list[Table]:
-    """One table for each operation on a workload, and one that compares the two positions of the flag."""
+    """One table for each operation on a workload."""
     columns = ("system", "median s", "min to max s", "peer ÷ ours", "÷ limit", "synced")
+    systems = [one.name for one in (*rounds.SYSTEMS[workload], *rounds.BACKGROUND.get(workload, ()))]
     made = []
-    for operation in OPERATIONS:
-        rows = [_row(figures) for figures in _all_figures(workload, series, operation)]
+    for operation in (SAVE, RESTORE, BLOCKED):
+        rows = [
+            _row(series, operation, system)
+            for system in dict.fromkeys(systems)
+            if (system, operation) in series.seconds
+        ]
         if rows:
-            rows += [_copy_row(series)] if operation == BLOCKED else []
             shown = columns if operation == SAVE else columns[:-1]
             title = f"{workload}, {operation} ({summary})"
             made.append(Table(title, shown, [row[: len(shown)] for row in rows]))
-    flag = _flag_rows(series)
-    return [*made, Table(f"{workload}, flag on ÷ flag off (ours)", ("operation", "ratio"), flag)] if flag else made
+    return made
 
 
-def memory_table(peaks: list[Entry]) -> Table:
-    """Peak memory above the live tree, or above the result of a restore."""
-    rows = []
-    for entry in peaks:
-        peak = entry["bytes"]
-        shown = "unknown" if peak is None else str(round(peak / 2**20))
-        rows.append((f"{entry['workload']}, {entry['operation']}, {entry['system']}", shown))
-    return Table("Peak memory above the live tree", ("what", "MiB"), rows)
+def _row(series: Series, operation: str, system: str) -> tuple[str, ...]:
+    """What a system took, beside its fastest peer and the machine's limit."""
+    seconds = series.seconds[system, operation]
+    peer = series.fastest(_peers_of(system, operation), operation)
+    ratio = series.ratio(operation, peer[1], system) if peer else None
+    beside = f"{ratio:.2f} ({peer[1]})" if peer and ratio is not None else ""
+    raw = series.fastest([one.name for one in RAW], operation)
+    limit = f"{statistics.median(seconds) / raw[0]:.2f}" if raw else ""
+    spread = f"{_seconds(min(seconds))} to {_seconds(max(seconds))}"
+    return (system, _seconds(statistics.median(seconds)), spread, beside, limit, _synced(series.unsynced.get(system)))
+
+
+def _peers_of(system: str, operation: str) -> list[str]:
+    """The systems that one of ours is compared with, by the fastest of them; none for systems of others."""
+    ours = {one.name: one.orbax for one in OURS}
+    if system not in ours:
+        return []
+    if operation == BLOCKED:
+        return [one.name for one in (FLAX[1], peers.ASYNC, *peers.V1)]
+    return [one.name for one in rounds.ORBAX] if ours[system] else [FLAX[0].name]
 
 
 def losses_table(losses: list[Entry], workload: Entry) -> Table:
@@ -147,84 +144,10 @@ def losses_table(losses: list[Entry], workload: Entry) -> Table:
     return Table(f"{losses[0]['workload']} ({workload['title']})", (*columns, goal), rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Figures:
-    """One row of a table: what a system took, beside its fastest peer and the machine's limit.
-
-    Attributes:
-        system: its name.
-        seconds: of each round.
-        peer: how many times faster than the fastest peer, and that one's name.
-        limit: seconds that the machine's own limit took.
-        unsynced: bytes that a save left in memory only; None if unknown.
-    """
-
-    system: str
-    seconds: list[float]
-    peer: tuple[float, str] | None
-    limit: float | None
-    unsynced: int | None
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def beside_peer(self) -> str:
-        return f"{self.peer[0]:.2f} ({self.peer[1]})" if self.peer else ""
-
-    @property
-    def beside_limit(self) -> str:
-        return f"{self.median / self.limit:.2f}" if self.limit else ""
-
-
-def _all_figures(workload: str, series: Series, operation: str) -> list[_Figures]:
-    names = [one.name for one in (*lineup.SYSTEMS[workload], *lineup.BACKGROUND.get(workload, ()))]
-    systems = [name for name in dict.fromkeys(names) if (name, operation) in series.seconds]
-    return [_figures(series, operation, system) for system in systems]
-
-
-def _figures(series: Series, operation: str, system: str) -> _Figures:
-    raw = {BLOCKED: COPY, SAVE: SAVE, COLD: COLD}.get(operation, RESTORE)
-    return _Figures(
-        system,
-        series.seconds[system, operation],
-        _beside_peer(series, operation, system),
-        series.raw(raw),
-        series.unsynced.get(system),
-    )
-
-
-def _beside_peer(series: Series, operation: str, system: str) -> tuple[float, str] | None:
-    found = series.fastest(lineup.peers_of(system, operation), operation)
-    ratio = series.ratio(operation, found[1], system) if found else None
-    return (ratio, found[1]) if found and ratio is not None else None
-
-
-def _row(one: _Figures) -> tuple[str, ...]:
-    measured = (_seconds(one.median), _spread(one.seconds))
-    return (one.system, *measured, one.beside_peer, one.beside_limit, _synced(one.unsynced))
-
-
-def _copy_row(series: Series) -> tuple[str, ...]:
-    seconds = series.seconds[RAW[0].name, COPY]
-    return (_COPY_ROW, _seconds(statistics.median(seconds)), _spread(seconds), "", "1.00", "")
-
-
-def _flag_rows(series: Series) -> list[tuple[str, ...]]:
-    off, on = (system.name for system in OURS)
-    ratios = [(operation, series.ratio(operation, on, off)) for operation in (SAVE, RESTORE)]
-    return [(operation, f"{ratio:.2f}") for operation, ratio in ratios if ratio]
-
-
 def _synced(dirty: int | None) -> str:
     if dirty is None:
         return "unknown"
     return "yes" if dirty == 0 else f"no, {dirty / 1e6:{'.0f' if dirty > 1e8 else '.3g'}} MB only in memory"
-
-
-def _spread(seconds: list[float]) -> str:
-    return f"{_seconds(min(seconds))} to {_seconds(max(seconds))}"
 
 
 def _seconds(value: float) -> str:
@@ -242,8 +165,8 @@ def _spread_of(seconds: list[float]) -> str:
 def page(results: Results) -> str:
     """RESULTS.md."""
     of = {name: [one for one in results["seconds"] if one["workload"] == name] for name in results["workloads"]}
-    rounds = min(len(one["seconds"]) for one in results["seconds"])
-    head = _HEAD.format(rounds=rounds, small=rounds * lineup.SMALL_REPEATS, slow=lineup.SLOW_ROUNDS)
+    count = min(len(one["seconds"]) for one in results["seconds"])
+    head = _HEAD.format(rounds=count, small=count * rounds.SMALL_REPEATS, slow=rounds.SLOW_ROUNDS)
     facts = "\n".join(["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in results["machine"].items())])
     made = [
         table
@@ -254,7 +177,7 @@ def page(results: Results) -> str:
     for one in results["losses"]:
         lost.setdefault(one["workload"], []).append(one)
     beside = [losses_table(losses, results["workloads"][name]).markdown() for name, losses in lost.items()]
-    measured = [table.markdown() for table in (*made, memory_table(results["peaks"]))]
+    measured = [table.markdown() for table in made]
     return "\n\n".join([f"{head}\n{facts}", *measured, _LOSSES, *beside]) + "\n"
 
 

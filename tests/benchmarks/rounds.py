@@ -1,58 +1,126 @@
-"""The timed rounds: every system in turn, each save in a fresh directory, every result compared."""
+"""The rounds of the benchmark, and who runs on which workload. Saves go to fresh directories; results are compared."""
 
 import contextlib
 import gc
-import json
 import mmap
 import os
-import subprocess
-import sys
+import random
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tests.benchmarks import disk, lineup
-from tests.benchmarks.series import Series
-from tests.benchmarks.systems import BLOCKED, COLD, COPY, MAPPED, OTHER_MESH, RESTORE_NONE, SAVE, TOUCHED, Raw, timed
-from tests.benchmarks.workloads import Tree, Workload, assert_same, same_bytes, workloads
+from tests.benchmarks import disk, peers
+from tests.benchmarks.systems import BLOCKED, FLAX, OURS, RAW, RESTORE, SAVE, Raw, timed
+from tests.benchmarks.workloads import Workload, assert_same, same_bytes, workloads
 
-ROOT = Path(__file__).parents[2]
+# An entry of results.json: workload, operation, system, seconds (of each round), unsynced (bytes, of saves; None
+# where the kernel does not say).
+Entry = dict[str, Any]
+ORBAX = (FLAX[1], peers.PYTREE, peers.STANDARD, *peers.V1)
+SYSTEMS: dict[str, tuple[Any, ...]] = {
+    "gpt2-jax": (*OURS, FLAX[0], *ORBAX, *RAW),
+    "gpt2-numpy": (*OURS, *FLAX, *RAW),
+    # Flax with the flag on is PyTreeCheckpointer with little around it: one of them will do where a save takes long.
+    "gpt2+adamw": (*OURS, *FLAX, peers.STANDARD, *peers.V1, *RAW),
+    "leaves-jax": (*OURS, FLAX[0], *ORBAX, *RAW),
+}
+BACKGROUND: dict[str, tuple[Any, ...]] = {
+    "gpt2-jax": (*OURS, *FLAX, peers.ASYNC, *peers.V1),
+    "gpt2-numpy": (*OURS, *FLAX),
+}
+# What takes hundredths of a second is measured more often, or the minutes in which a host is slow decide who is faster;
+# one save of the small leaves takes Orbax seconds.
+SMALL_REPEATS, SLOW_ROUNDS = 10, 3
 _SMALL_PAGES_BYTES = 64 * 2**20
 
 
-def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None], *, quick: bool) -> Series:
-    """Measures one workload, in a process of its own if it needs more devices than there are.
+class Series:
+    """Everything measured on one workload.
+
+    Attributes:
+        seconds: (system, operation) → seconds of each round.
+        unsynced: system → the most bytes that were not on the disk when a save returned, or None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        self.unsynced: dict[str, int | None] = {}
+
+    def add(self, system: str, operation: str, seconds: float) -> None:
+        """Notes one round."""
+        self.seconds.setdefault((system, operation), []).append(seconds)
+
+    def add_unsynced(self, system: str, dirty: int | None) -> None:
+        """Notes what one save left in memory only."""
+        before = self.unsynced.get(system, 0)
+        self.unsynced[system] = None if dirty is None or before is None else max(dirty, before)
+
+    def ratio(self, operation: str, system: str, other: str) -> float | None:
+        """How many times the other's time a system took, or None where one was not measured.
+
+        The host of a virtual machine may slow down by half from one second to the next, so systems that ran in every
+        round are compared within each, and the median of those ratios counts. Otherwise it is the ratio of medians.
+        """
+        ours, theirs = (self.seconds.get((name, operation), []) for name in (system, other))
+        if not ours or not theirs:
+            return None
+        if len(ours) == len(theirs):
+            return statistics.median(one / beside for one, beside in zip(ours, theirs, strict=True))
+        return statistics.median(ours) / statistics.median(theirs)
+
+    def fastest(self, systems: list[str], operation: str) -> tuple[float, str] | None:
+        """Least median of some systems and whose it is, or None where none was measured."""
+        found = [(statistics.median(self.seconds[one, operation]), one) for one in systems
+                 if (one, operation) in self.seconds]  # fmt: skip
+        return min(found, default=None)
+
+    def entries(self, workload: str) -> list[Entry]:
+        """All of it for results.json."""
+        return [
+            {
+                "workload": workload,
+                "operation": operation,
+                "system": system,
+                "seconds": [round(one, 6) for one in seconds],
+                "unsynced": self.unsynced.get(system) if operation == SAVE else None,
+            }
+            for (system, operation), seconds in self.seconds.items()
+        ]
+
+    @classmethod
+    def of(cls, entries: list[Entry]) -> "Series":
+        """What `entries` made plain."""
+        series = cls()
+        for entry in entries:
+            series.seconds[entry["system"], entry["operation"]] = list(entry["seconds"])
+            if entry["operation"] == SAVE:
+                series.unsynced[entry["system"]] = entry["unsynced"]
+        return series
+
+
+def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None]) -> Series:
+    """Measures one workload.
 
     Args:
         workload: the tree.
         rounds: how many; small leaves get more, and Orbax runs fewer on them.
         workdir: where the fresh directories go.
         say: told about progress.
-        quick: whether the workload is one of the quick ones.
-
-    Returns:
-        All figures.
 
     Raises:
         AssertionError: something came back otherwise than it was saved.
-        RuntimeError: the process of its own failed; what it wrote is in the message.
     """
-    if workload.devices > jax.device_count():
-        say(f"{workload.name}: {rounds} rounds in a process of its own")
-        return _in_new_process(workload, rounds, workdir, quick=quick)
-    _warm_up(workload, workdir)
+    (small,) = [one for one in workloads(quick=True) if one.name == workload.name]
+    _Bench(small, workdir).round(0)  # loads and compiles what each system does at its first call
     bench = _Bench(workload, workdir)
-    count = lineup.rounds_of(workload, rounds)
+    count = rounds * SMALL_REPEATS if workload.kind == "small" else rounds
     for number in range(count):
         say(f"{workload.name}: round {number + 1} of {count}")
-        for system in lineup.in_turn(workload, number):
-            bench.round(system)
-        for system in lineup.in_turn(workload, number, background=True):
-            bench.background_round(system)
+        bench.round(number)
     return bench.series
 
 
@@ -63,56 +131,42 @@ class _Bench:
         self.series = Series()
         self._workload, self._workdir = workload, workdir
         self._tree, self._target = workload.tree(), workload.target()
-        self._other = workload.target(other_mesh=True) if workload.devices > 1 else None
         leaves = (np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._tree))
         self._data = np.concatenate(list(leaves))
         self._reserve = _Reserve(3 * workload.nbytes)
 
-    def round(self, system: Any) -> None:
-        """Saves, and restores in every way that the lineup names; a system that is raw has bytes for a tree."""
-        raw = isinstance(system, Raw)
-        gc.collect()
-        with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
-            saved = self._data if raw else self._tree
-            with self._reserve.given_up():
-                seconds = timed(lambda: system.save(directory, saved))
-            if system not in MAPPED:  # which differ in how they restore only
-                self.series.add(system.name, SAVE, seconds)
-                self.series.add_unsynced(system.name, disk.unsynced(directory))
-            for operation in lineup.restores(self._workload, system):
-                if operation != COLD or disk.drop_cache(directory):
-                    self._restore(system, operation, directory)
-        if raw:
-            with self._reserve.given_up():
-                self.series.add(system.name, COPY, timed(lambda: np.array(self._data)))
+    def round(self, number: int) -> None:
+        """Runs the systems in an order of this round's own, so that nobody always follows the same one."""
+        chance, small = random.Random(number), self._workload.kind == "small"
+        slow_ones_run = not small or number in range(0, SLOW_ROUNDS * SMALL_REPEATS, SMALL_REPEATS)
+        for systems, measure in ((SYSTEMS, self._save_and_restore), (BACKGROUND, self._save_in_background)):
+            chosen = list(systems.get(self._workload.name, ()))
+            chance.shuffle(chosen)
+            for system in chosen:
+                if slow_ones_run or system not in ORBAX:
+                    gc.collect()
+                    with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
+                        measure(system, directory)
 
-    def background_round(self, system: Any) -> None:
-        """Saves in the background; the restore that checks it is not timed."""
-        gc.collect()
-        with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
-            with self._reserve.given_up():
-                self.series.add(system.name, BLOCKED, system.save_in_background(directory, self._tree))
-            self._check(system, BLOCKED, system.restore(directory, self._target), self._target)
-
-    def _restore(self, system: Any, operation: str, directory: str) -> None:
-        target = {RESTORE_NONE: None, OTHER_MESH: self._other}.get(operation, self._target)
-        restored: list[Any] = []
-
-        def restore() -> None:
-            restored.append(system.restore(directory, target))
-            if operation == TOUCHED:
-                _touch(restored[0])
-
+    def _save_and_restore(self, system: Any, directory: str) -> None:
+        """A system that is raw has bytes for a tree."""
+        saved, restored = self._data if isinstance(system, Raw) else self._tree, list[Any]()
         with self._reserve.given_up():
-            self.series.add(system.name, operation, timed(restore))
-        self._check(system, operation, restored.pop(), target)
-
-    def _check(self, system: Any, operation: str, restored: Any, target: Tree | None) -> None:
+            self.series.add(system.name, SAVE, timed(lambda: system.save(directory, saved)))
+        self.series.add_unsynced(system.name, disk.unsynced(directory))
+        with self._reserve.given_up():
+            seconds = timed(lambda: restored.append(system.restore(directory, self._target)))
+        self.series.add(system.name, RESTORE, seconds)
         if isinstance(system, Raw):
-            assert same_bytes(restored, self._data), f"{system.name}, {operation}: other bytes"
+            assert same_bytes(restored.pop(), self._data), f"{system.name}: other bytes"
         else:
-            placed = target if self._workload.devices > 1 else None
-            assert_same(restored, self._tree, f"{system.name}, {operation}", placed)
+            assert_same(restored.pop(), self._tree, f"{system.name}, {RESTORE}")
+
+    def _save_in_background(self, system: Any, directory: str) -> None:
+        """The restore that checks it is not timed."""
+        with self._reserve.given_up():
+            self.series.add(system.name, BLOCKED, system.save_in_background(directory, self._tree))
+        assert_same(system.restore(directory, self._target), self._tree, f"{system.name}, {BLOCKED}")
 
 
 class _Reserve:
@@ -148,49 +202,3 @@ def _small_pages(nbytes: int) -> Any:
     pages = np.frombuffer(memory, np.uint8)
     pages[:: mmap.PAGESIZE] = 1
     return pages
-
-
-def _touch(tree: Any) -> int:
-    """Reads a byte of every page, which is when a mapping is filled."""
-    step = os.sysconf("SC_PAGE_SIZE")
-    arrays = (np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree))
-    return sum(int(array[::step].sum()) for array in arrays)
-
-
-def _warm_up(workload: Workload, workdir: str) -> None:
-    """Loads and compiles what each system loads at its first call, untimed."""
-    (small,) = [one for one in workloads(quick=True) if one.name == workload.name]
-    bench = _Bench(small, workdir)
-    for system in lineup.in_turn(small, 0):
-        bench.round(system)
-    for system in lineup.in_turn(small, 0, background=True):
-        bench.background_round(system)
-
-
-def _in_new_process(workload: Workload, rounds: int, workdir: str, *, quick: bool) -> Series:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={workload.devices}".strip()
-    arguments = [workload.name, str(rounds), workdir, "quick" if quick else "full"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.rounds", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{workload.name}, measured in a process of its own, failed:\n{done.stderr}")
-    return Series.of(json.loads(done.stdout.rpartition("SERIES ")[2]))
-
-
-def main(arguments: list[str]) -> None:
-    """The process of its own: measures, prints ``SERIES`` and the entries of results.json."""
-    name, rounds, workdir, size = arguments
-    quick = size == "quick"
-    (workload,) = [one for one in workloads(quick=quick) if one.name == name]
-    series = run(workload, int(rounds), workdir, lambda progress: print(progress, file=sys.stderr), quick=quick)
-    print(f"SERIES {json.dumps(series.entries(name))}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -8,8 +8,8 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import flax
 import jax
@@ -18,42 +18,10 @@ import orbax.checkpoint as ocp
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as our_checkpoints
-from flax_ckpt_compat import config
 
-SAVE, RESTORE, RESTORE_NONE = "save", "restore", "restore, target None"
-COLD, TOUCHED, OTHER_MESH = "restore, cold", "restore, one byte of every page read", "restore, another mesh"
-BLOCKED, COPY = "async save: blocked", "copy"
+SAVE, RESTORE, BLOCKED = "save", "restore", "async save: blocked"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _AT_ONCE = 2**24  # bytes per write or read of the raw systems
-
-
-class System(Protocol):
-    """Something that saves and restores a tree."""
-
-    @property
-    def name(self) -> str:
-        """For the tables."""
-
-    @property
-    def ours(self) -> bool:
-        """Whether the code is ours."""
-
-    def save(self, directory: str, tree: Any) -> None:
-        """Saves into a fresh directory and returns once it is committed."""
-
-    def restore(self, directory: str, target: Any) -> Any:
-        """Restores what is in a directory into a target, on whatever devices that names."""
-
-
-class Background(System, Protocol):
-    """A system that can also save in the background."""
-
-    def save_in_background(self, directory: str, tree: Any) -> float:
-        """Saves into a fresh directory.
-
-        Returns:
-            Seconds until the caller could go on; the save itself has ended when this returns.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +32,11 @@ class Checkpoints:
         name: for the tables.
         module: the module with the functions.
         orbax: the position of ``flax_use_orbax_checkpointing``.
-        settings: of our library, by name; what is not named is as by default.
     """
 
     name: str
     module: types.ModuleType
     orbax: bool
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
@@ -80,14 +46,12 @@ class Checkpoints:
     def save(self, directory: str, tree: Any) -> None:
         """Saves step 0 and waits until it is committed."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
-        with config.override(**self.settings):
-            self.module.save_checkpoint(directory, tree, 0)
+        self.module.save_checkpoint(directory, tree, 0)
 
     def restore(self, directory: str, target: Any) -> Any:
         """Restores step 0 and waits for devices."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
-        with config.override(**self.settings):
-            return jax.block_until_ready(self.module.restore_checkpoint(directory, target))
+        return jax.block_until_ready(self.module.restore_checkpoint(directory, target))
 
     def save_in_background(self, directory: str, tree: Any) -> float:
         """Saves step 0 in the background.
@@ -122,11 +86,6 @@ class Raw:
     def name(self) -> str:
         """For the tables."""
         return f"raw, {self.threads} thread{'s' if self.threads > 1 else ''}"
-
-    @property
-    def ours(self) -> bool:
-        """It is not."""
-        return False
 
     def save(self, directory: str, tree: Bytes) -> None:
         """Writes and syncs a file and its directory."""
@@ -174,12 +133,6 @@ OURS = (
 FLAX = (
     Checkpoints("flax, msgpack", flax_checkpoints, False),
     Checkpoints("flax on orbax", flax_checkpoints, True),
-)
-COMPRESSED = Checkpoints("ours, orbax format, zstd", our_checkpoints, True, {"compression": "zstd"})
-MAPPED = tuple(
-    Checkpoints(f"{system.name}, mapped", our_checkpoints, system.orbax, {"mapped": True})
-    for system in OURS
-    if any(setting.name == "mapped" for setting in dataclasses.fields(config.Settings))
 )
 RAW = (Raw(1), Raw(max(2, os.cpu_count() or 2)))
 
