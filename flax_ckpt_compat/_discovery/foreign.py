@@ -55,7 +55,7 @@ STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read i
 _TENSORFLOW = "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"
 _SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
 # To restore from a folder, the best first.
-_READ_SUFFIXES = (".index.json", "flax_model.msgpack", ".msgpack", ".mpk", ".mpack", ".flax", ".npz", ".safetensors")
+_READ_SUFFIXES = (".safetensors.index.json", ".msgpack", ".mpk", ".mpack", ".flax", ".npz", ".safetensors")
 _HUGGING_FACE = (
     r"(diffusion_)?flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(adapter_)?model(-\d+-of-\d+)?\.safetensors|"
     r"trainer_state\.json"
@@ -221,7 +221,7 @@ def foreign_remedy(path: Location) -> str:
     if not path.isdir():
         return "Expected a msgpack file of Flax or an Orbax directory."
     names = sorted(path.listdir(), reverse=True)
-    found = [name for suffix in _READ_SUFFIXES for name in names if name.endswith(suffix)]
+    found = [name for suffix in _READ_SUFFIXES for name in names if name.endswith(suffix) and "-of-" not in name]
     if found and not is_lfs_pointer(path / found[0]):
         return f"Restore a file in it, such as {path / found[0]}."
     return "Restore another step or path, or read it with the program that wrote it."

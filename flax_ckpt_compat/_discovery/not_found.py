@@ -7,9 +7,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from flax_ckpt_compat._core import steps
@@ -19,7 +18,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._discovery import contents, foreign, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents
-from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, is_checkpoint
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
 _DIGITS = re.compile(r"\d+")
@@ -54,34 +53,23 @@ def of_directory(path: Location) -> Absence:
     if path.is_remote:
         return Absence(missing, is_start=True)
     with suppress(*_FAILURES):
-        if expanded := unexpanded_home(path):
-            return Absence(f"{missing}, as '~' is not expanded", f"write {expanded}")
+        if "/~" in path.path:
+            return Absence(missing, "'~' is not expanded, so pass os.path.expanduser(path)")
         if outer := contents.checkpoint_around(path):
             return Absence(f"{missing}, and would be a part of the checkpoint {outer}", "pass that path")
         above, name = path.parent, path.name
         while not above.isdir():
             above, name = above.parent, above.name
         names = [one for one in steps.natural_sort(above.listdir(), signed=False) if not one.startswith(".")]
+        alike = difflib.get_close_matches(name, names, _MAX_NAMES, _SIMILAR)
         # A run whose name differs from others in numbers alone is a new one.
-        alike = [
-            one
-            for one in difflib.get_close_matches(name, names, _MAX_NAMES, _SIMILAR)
-            if saved_steps.is_checkpoint(above / one) or _DIGITS.sub("", one) != _DIGITS.sub("", name)
-        ]
+        alike = [one for one in alike if _DIGITS.sub("", one) != _DIGITS.sub("", name) or is_checkpoint(above / one)]
         if alike and above.path != "/":
             is_typo = difflib.SequenceMatcher(None, name, alike[0]).ratio() >= _TYPO
             return Absence(missing, f"did you mean {some([(above / one).path for one in alike])}?", not is_typo)
-        there = f"{printable(above.path, one_line=True)} {f'has {some(names)}' if names else 'is empty'}"
-        return Absence(missing, "check the path" if above.path == "/" else f"check the path; {there}", is_start=True)
+        there = "" if above.path == "/" else f"; {printable(above.path, one_line=True)} has {some(names) or 'nothing'}"
+        return Absence(missing, f"check the path{there}", is_start=True)
     return Absence(missing, is_start=True)
-
-
-def unexpanded_home(path: Location) -> str | None:
-    """Return the expression to write for a path whose ``~``, as the caller wrote it, became a directory's name."""
-    with suppress(*_FAILURES):
-        shown = "" if path.is_remote else os.path.relpath(path.path)
-        return f"os.path.expanduser({shown!r})" if shown != os.path.expanduser(shown) else None
-    return None
 
 
 def no_directory(path: Location) -> Absence:
@@ -103,7 +91,9 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = Non
         return found if directory.exists() else dataclasses.replace(found, why=f"the directory {found.why}")
     none = f"{directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
     names = saved_steps.names_in(checkpoint_dir) if listed is None else listed
-    if all(map(_is_unrelated, names)):
+    # TensorBoard's files, and what saves left, are there before the first checkpoint.
+    names = [name for name in names if not _EVENTS.fullmatch(name) and temporaries.parse(name) is None]
+    if not names:
         return Absence(none, is_start=True)
     with suppress(*_FAILURES):
         if not directory.is_remote and (outer := contents.checkpoint_around(directory)):
@@ -113,7 +103,9 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = Non
             prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
             there = ", ".join(other + step for other, step in others)
             return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
-        if not directory.is_remote and (below := _one_level_down(directory, names)):
+        shown = [name for name in steps.natural_sort(names, signed=False) if not name.startswith(".")]
+        folders = (path for path in map(directory.__truediv__, shown) if not path.is_remote and path.isdir())
+        if below := [one.path for one in itertools.islice(folders, _MAX_FOLDERS) if _holds_checkpoint(one)]:
             return Absence(f"{none}; there are checkpoints at {some(below)}", "pass one of these paths")
         if not foreign.is_unknown_look(look := foreign.names_look_like(names)):
             remedy = foreign.foreign_remedy(directory).rstrip(".")
@@ -121,22 +113,11 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = Non
     return Absence(none)
 
 
-def _one_level_down(directory: Location, names: Collection[str]) -> list[str]:
-    """Return the folders of a directory that are checkpoints, or hold some."""
-    paths = (directory / name for name in steps.natural_sort(names, signed=False) if not name.startswith("."))
-    folders = itertools.islice((path for path in paths if path.isdir()), _MAX_FOLDERS)
-    return [folder.path for folder in folders if _holds_checkpoint(folder)]
-
-
 def _holds_checkpoint(folder: Location) -> bool:
+    """Return whether a folder is a checkpoint, or holds one."""
     numbered = (name for name in folder.listdir() if not steps.is_foreign(name) and steps.split_step(name))
     paths = (folder, *(folder / name for name in itertools.islice(numbered, _MAX_FOLDERS)))
-    return any(map(saved_steps.is_checkpoint, paths))
-
-
-def _is_unrelated(name: str) -> bool:
-    """Return whether a name is unrelated to checkpoints, such as a file that exists before the first one."""
-    return _EVENTS.fullmatch(name) is not None or temporaries.parse(name) is not None
+    return any(map(is_checkpoint, paths))
 
 
 def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:
@@ -149,17 +130,14 @@ def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:
 
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
-    names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]
-    found = filter(None, map(steps.split_step, names))
+    found = filter(None, map(steps.split_step, itertools.filterfalse(steps.is_foreign, names)))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step
-        if steps.step_of(name, checkpoint_dir.prefix) is None and saved_steps.is_checkpoint(checkpoint_dir.path(name)):
+        if steps.step_of(name, checkpoint_dir.prefix) is None and is_checkpoint(checkpoint_dir.path(name)):
             yield other, step
 
 
 def some(names: list[str]) -> str:
     """Return the first names as text, and how many more there are."""
-    more = len(names) - _MAX_NAMES
-    return ", ".join([printable(name, one_line=True) for name in names[:_MAX_NAMES]]) + (
-        f" and {more} more" if more > 0 else ""
-    )
+    shown = ", ".join(printable(name, one_line=True) for name in names[:_MAX_NAMES])
+    return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown

@@ -119,7 +119,7 @@ def test_an_unexpanded_home(
 ) -> None:
     """As in Flax, ``~`` is a directory's name: errors and warnings say so."""
     monkeypatch.chdir(tmp_path)
-    remedy = f"{tmp_path}/{path} does not exist, as '~' is not expanded: write os.path.expanduser('{path}')"
+    remedy = f"{tmp_path}/{path} does not exist: '~' is not expanded, so pass os.path.expanduser(path)"
     assert remedy in error_of(restore, path)
     assert remedy in warning_of(path, caplog)
     for step in (1, 2):

@@ -16,10 +16,11 @@ from flax import serialization
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.object_store.hub import HubClient
-from tests.discovery.test_layouts import INDEX, SHARDED, write_shards
 from tests.support import hub as hubs
 from tests.support.hub import Hub
 from tests.support.layouts import assert_same
+
+PARAMS = {"encoder": {"norm": {"scale": np.ones(4, np.float16)}}, "pooler": {"kernel": np.arange(6).reshape(3, 2)}}
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +58,13 @@ def put(hub: Hub, folder: Path, prefix: str = "") -> None:
 
 
 @pytest.mark.slow
-def test_a_model_in_several_files(hub: Hub, tmp_path: Path) -> None:
-    """The index is read, and the files that it names."""
-    write_shards(tmp_path, SHARDED, 3)
-    put(hub, tmp_path)
-    assert_same(flax_ckpt_compat.restore(f"{hub.url}/{INDEX}"), SHARDED)
-
-
-@pytest.mark.slow
 def test_one_file(hub: Hub, tmp_path: Path) -> None:
     """Flax's file, safetensors and a file of another revision restore by their URLs."""
-    hub.files["flax_model.msgpack"] = serialization.to_bytes(SHARDED)
+    hub.files["flax_model.msgpack"] = serialization.to_bytes(PARAMS)
     safetensors.numpy.save_file({"a.b": np.ones(3)}, tmp_path / "model.safetensors")
     put(hub, tmp_path)
-    assert_same(flax_ckpt_compat.restore(f"{hub.url}/flax_model.msgpack"), SHARDED)
-    assert_same(flax_ckpt_compat.restore(f"{hub.url}@main/flax_model.msgpack"), SHARDED)
+    assert_same(flax_ckpt_compat.restore(f"{hub.url}/flax_model.msgpack"), PARAMS)
+    assert_same(flax_ckpt_compat.restore(f"{hub.url}@main/flax_model.msgpack"), PARAMS)
     assert_same(flax_ckpt_compat.restore(f"{hub.url}/model.safetensors"), {"a": {"b": np.ones(3)}})
     with flax_ckpt_compat.open_checkpoint(f"{hub.url}/flax_model.msgpack") as view:
         assert view.leaves()["pooler/kernel"].shape == (3, 2)

@@ -12,8 +12,7 @@ from flax_ckpt_compat._core.backend import Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign, formats
 
-SAFETENSORS, SHARDS, STREAM, NPZ = "safetensors", "flax shards", "stream", "npz"  # as `CheckpointView.format` says
-_INDEXES = {".safetensors.index.json": SAFETENSORS, ".msgpack.index.json": SHARDS}  # of Hugging Face
+SAFETENSORS, STREAM, NPZ = "safetensors", "stream", "npz"  # as `CheckpointView.format` says
 # Files of safetensors that `convert` wrote, now and before: read under any name.
 _WRITTEN_HERE = (b'{"__metadata__":{"flax_ckpt_compat', b'{"__metadata__": {"flax_ckpt_compat')
 _LENGTH = 8  # bytes of the header's length, before it
@@ -22,9 +21,8 @@ _LENGTH = 8  # bytes of the header's length, before it
 def of_file(path: Location, look: str) -> str:
     """Return the name of the layout of a file that looks like this (see `foreign.file_looks_like`); '' if none is."""
     name = path.name
-    for suffix, layout in _INDEXES.items():
-        if name.endswith(suffix):
-            return layout if path.head()[:1] == b"{" else ""
+    if name.endswith(".safetensors.index.json"):  # of Hugging Face's shards
+        return SAFETENSORS if path.head()[:1] == b"{" else ""
     if look == foreign.SAFETENSORS:
         is_ours = name.endswith(".safetensors") or path.read(_LENGTH, foreign.FIRST_BYTES).startswith(_WRITTEN_HERE)
         return SAFETENSORS if is_ours else ""
@@ -37,8 +35,6 @@ def open_file(layout: str, path: Location) -> Reader:
     """Open a file of a layout."""
     if layout == STREAM:
         return formats.open_stream(path)
-    from flax_ckpt_compat._discovery.layouts import flax_shards, npz, safetensors  # numpy, which look-ups do without
+    from flax_ckpt_compat._discovery.layouts import npz, safetensors  # numpy, which look-ups do without
 
-    if layout == NPZ:
-        return npz.NpzReader(path)
-    return safetensors.SafetensorsReader(path) if layout == SAFETENSORS else flax_shards.FlaxShardsReader(path)
+    return npz.NpzReader(path) if layout == NPZ else safetensors.SafetensorsReader(path)

@@ -1,9 +1,8 @@
-"""Define what readers of other programs' files share: whole arrays, errors, and the files that an index names."""
+"""Define what readers of other programs' files share: whole arrays, and errors."""
 
 from __future__ import annotations
 
 import abc
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,8 @@ import numpy as np
 
 from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, IncompleteCheckpointError
-from flax_ckpt_compat._core.local.presence import stays_inside
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError
 from flax_ckpt_compat._core.location import Location
-
-_MAX_INDEX = 100_000_000  # bytes, as of a header of safetensors
-DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class WholeReader(Reader):
@@ -65,25 +60,6 @@ def check_depth(file: Location, levels: int) -> None:
             "with sys.setrecursionlimit",
             path=file.path,
         )
-
-
-def files_of(index: Location, suffix: str) -> list[Location]:
-    """Return the files that an index of Hugging Face names, which end in a suffix; raise if one is missing."""
-    try:
-        names = sorted(set(json.loads(index.read(0, _MAX_INDEX))["weight_map"].values()))
-        bad = [name for name in names if not name.endswith(suffix) or not stays_inside(name)]
-    except DECODE_ERRORS as error:
-        raise damaged(index, f"it is not an index of {suffix} files ({error!r:.200})") from error
-    if bad:
-        raise damaged(index, f"it names {bad[0]!r:.100}, which is not a {suffix} file beside it")
-    files = [index.parent / name for name in names]
-    if lost := [file.name for file in files if not file.isfile()]:
-        raise IncompleteCheckpointError(
-            f"{index}: {len(lost)} of {len(files)} shards are missing, such as {lost[0]}; copy them beside it, or "
-            "download them again",
-            path=index.path,
-        )
-    return files
 
 
 def nbytes_of(shape: Sequence[int], dtype: np.dtype[Any]) -> int:

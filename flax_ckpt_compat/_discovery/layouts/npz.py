@@ -18,7 +18,6 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
@@ -66,7 +65,7 @@ class NpzReader(WholeReader):
             return self._refused(name, member, "is no array" if name == member.filename else "is encrypted")
         try:
             with self._naming_damage(name), self._archive.zipped.open(member) as stream:
-                shape, _, dtype = _header(stream)
+                shape, dtype = _header(stream)
                 if dtype.hasobject:
                     return self._refused(name, member, "holds Python objects (a pickle), and unpickling runs code")
                 if not is_storable(dtype) or not dtype.itemsize:
@@ -91,15 +90,9 @@ class NpzReader(WholeReader):
     def _array(self, leaf: LeafHandle) -> np.ndarray[Any, Any]:
         assert leaf.dtype is not None
         with self._content(leaf) as stream:
-            is_fortran = _header(stream)[1]
-            array = memory.empty(leaf.shape[::-1] if is_fortran else leaf.shape, leaf.dtype)
-            missing = memory.as_bytes(array)
-            while missing:
-                if not (count := stream.readinto(missing[:_PIECE])):  # type: ignore[attr-defined]
-                    raise EOFError("it ends within the array")
-                missing = missing[count:]
+            array = np.asarray(npy.read_array(stream, allow_pickle=False), order="C").view(leaf.dtype)
         self.meter.add(array.nbytes, leaf.path)
-        return array.T.copy() if is_fortran else array
+        return array
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
@@ -168,16 +161,16 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read shape, whether the order is Fortran's, and dtype, from the beginning of an ``.npy`` file."""
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read shape and dtype from the beginning of an ``.npy`` file."""
     if (version := npy.read_magic(stream)) not in _HEADERS:
         raise ValueError(f"the version {version} of the .npy format")
     try:
-        shape, is_fortran, dtype = _HEADERS[version](stream)
+        shape, _, dtype = _HEADERS[version](stream)
     except _BAD_HEADER as error:
         raise ValueError("a header that does not decode") from error
     is_raw = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
-    return shape, is_fortran, dtype_from_name("bfloat16") if is_raw else dtype
+    return shape, dtype_from_name("bfloat16") if is_raw else dtype
 
 
 def _tree(leaves: Sequence[LeafHandle]) -> Node:

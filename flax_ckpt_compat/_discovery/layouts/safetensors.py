@@ -15,19 +15,19 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind
 from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError, StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    NameCollisionError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
-from flax_ckpt_compat._discovery.layouts.layout import (
-    DECODE_ERRORS,
-    WholeReader,
-    check_depth,
-    damaged,
-    files_of,
-    nbytes_of,
-)
+from flax_ckpt_compat._discovery.layouts.layout import WholeReader, check_depth, damaged, nbytes_of
 
 # Those of safetensors 0.8, by numpy's names.
 DTYPE_NAMES = {
@@ -40,6 +40,8 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 METADATA, OURS, PATHS = "__metadata__", "flax_ckpt_compat", "flax_ckpt_compat.paths"
 _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
+_DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class SafetensorsReader(WholeReader):
@@ -49,8 +51,7 @@ class SafetensorsReader(WholeReader):
         """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
         self.location = location.unlisted()
         leaves: dict[Path, Any] = {}
-        is_index = location.name.endswith(".safetensors.index.json")
-        files = files_of(self.location, ".safetensors") if is_index else [self.location]
+        files = _files_of(self.location) if location.name.endswith(_INDEX) else [self.location]
         self._sources: list[Source] = []
         for file, source, header in in_parallel(self._open, files):
             for path, leaf in self._leaves(file, source, header):
@@ -92,7 +93,7 @@ class SafetensorsReader(WholeReader):
                 yield leaf.path, leaf
             if end != source.size:
                 raise damaged(file, f"{source.size - end} bytes behind the last tensor")
-        except DECODE_ERRORS as error:
+        except _DECODE_ERRORS as error:
             if isinstance(error, CheckpointError):
                 raise
             raise damaged(file, f"its header does not decode ({error!r:.200})") from error
@@ -140,6 +141,22 @@ class SafetensorsReader(WholeReader):
         """Close the files."""
         for source in self._sources:
             source.close()
+
+
+def _files_of(index: Location) -> list[Location]:
+    """Return the files that an index of Hugging Face names; raise if one is missing."""
+    try:
+        names = sorted(set(json.loads(index.read(0, _MAX_HEADER))["weight_map"].values()))
+        bad = [name for name in names if not name.endswith(_SUFFIX) or not stays_inside(name)]
+    except _DECODE_ERRORS as error:
+        raise damaged(index, f"it is not an index of {_SUFFIX} files ({error!r:.200})") from error
+    if bad:
+        raise damaged(index, f"it names {bad[0]!r:.100}, which is not a {_SUFFIX} file beside it")
+    files = [index.parent / name for name in names]
+    if lost := [file.name for file in files if not file.isfile()]:
+        what = f"{index}: {len(lost)} of {len(files)} shards are missing, such as {lost[0]}"
+        raise IncompleteCheckpointError(f"{what}; copy them beside it, or download them again", path=index.path)
+    return files
 
 
 def _key_path(file: Location, names: Any) -> Path:
