@@ -167,7 +167,7 @@ def _names(layers: Iterable[_Layer]) -> Iterator[str]:
     turned = [one for one in renamed if leaf_features.is_torch_name(one.old[-1], one.new[-1])]
     shapes = [shape for one in turned for _, (shape, _) in one.leaves if len(shape) > 1]
     # In one model all lie alike, and those whose sides differ tell how.
-    if shapes and all(map(leaf_features.is_symmetric, shapes)):
+    if shapes and all(leaf_features.turned(shape, shape) for shape in shapes):
         yield f"{show_path(turned[0].old)} may be transposed, as torch's weights are, which its shape does not tell"
 
 

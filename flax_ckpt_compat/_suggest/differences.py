@@ -12,20 +12,17 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
-    Look,
     SubtreeMemo,
     fits,
     flatten,
     is_torch_name,
-    is_transposed,
     look,
+    turned,
 )
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
 from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
 
 _MAX_PAIRS = 900
-# Number of partners that are tried for a row or a stack: more are no evidence for any of them.
-_MAX_LIKELY = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +123,7 @@ class Gap:
             for left, right in pair_up([row.stem for row in olds], [row.stem for row in news]) if olds and news else ():
                 one = next(row for row in olds if row.stem == left)
                 other = next(row for row in news if row.stem == right)
-                renamed_list = one.is_list and other.is_list and left != right
+                renamed_list = one.slash and other.slash and left != right
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
@@ -136,52 +133,36 @@ class Gap:
     def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()
         for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
-            wholes = self._by_leaf(others) if found else {}
             for row in found:
                 if len(set(map(self.memo.print, row.nodes))) != 1:
                     continue
-                layer, axes = self.memo.contents(row.nodes[0]), {}
-                looks = stacked_layers.leaves_of_stack(layer, len(row.nodes))
-                looks |= stacked_layers.leaves_of_groups(layer, len(row.nodes))
-                likely = dict.fromkeys(name for leaf in looks for name in wholes.get(leaf, ())[:_MAX_LIKELY])
-                groups: dict[str, tuple[int, int]] = {}
-                for name in natural(name for name in likely if name in others):
-                    whole = self.memo.contents(others[name])
-                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), whole):
-                        axes[name] = axis
-                    elif found_groups := stacked_layers.groups_of(layer, len(row.nodes), whole):
-                        groups[name] = found_groups
-                if not axes and not groups:
-                    continue
-                name = _nearest(row.stem, list(axes or groups))
-                axis = axes.get(name, (0, ""))
-                self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
-                if stacking:
-                    split = [stacked_layers.split_groups(name, groups[name])] if name in groups else []
-                    yield [*stacked_layers.stacked(row, name, *axis), *split]
-                else:
-                    merged = [stacked_layers.merge_groups(name, groups[name])] if name in groups else []
-                    yield [*merged, *stacked_layers.unstacked(name, row, *axis)]
-
-    def _by_leaf(self, children: dict[str, Node]) -> dict[tuple[str, Look], list[str]]:
-        """Return the names of the children that have a leaf of a name and look."""
-        found: dict[tuple[str, Look], list[str]] = {}
-        for name, node in children.items():
-            for leaf in self.memo.contents(node):
-                found.setdefault(leaf, []).append(name)
-        return found
+                layer, forms = self.memo.contents(row.nodes[0]), {}
+                for name in natural(others):
+                    if form := stacked_layers.form_of(row, layer, self.memo.contents(others[name])):
+                        forms[name] = form
+                if forms:
+                    name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
+                    self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
+                    if stacking:
+                        yield stacked_layers.stacked(row, name, forms[name])
+                    else:
+                        yield stacked_layers.unstacked(name, row, forms[name])
+        for name in [name for name in self.gone if name in self.new]:
+            ours, theirs = self.memo.contents(self.gone[name]), self.memo.contents(self.new[name])
+            if steps := stacked_layers.regrouped(name, ours, theirs):
+                self._take([name], [name])
+                yield steps
 
     def _fusions(self) -> Iterator[list[ProposedRule]]:
         """Yield the steps for projections that became one, or one that became several."""
         for parts, wholes, fusing in ((self.gone, self.new, True), (self.new, self.gone, False)):
             names = projections(parts)
             for name in list(wholes) if names else ():
-                axes = stacked_layers.joined_axes([parts[part] for part in names], wholes[name], self.memo)
-                if not axes:
-                    continue
-                self._take(*((names, [name]) if fusing else ([name], names)))
-                yield [stacked_layers.fused(names, name, axes, fusing=fusing)]
-                break
+                contents = [self.memo.contents(parts[part]) for part in names]
+                if axis := stacked_layers.joined_axis(contents, self.memo.contents(wholes[name])):
+                    self._take(*((names, [name]) if fusing else ([name], names)))
+                    yield [stacked_layers.fused(names, name, *axis, fusing=fusing)]
+                    break
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""
@@ -277,7 +258,7 @@ class Gap:
         for old, new in itertools.product(olds, news) if len(olds) * len(news) <= _MAX_PAIRS else ():
             ours, theirs = self.gone[old], self.new[new]
             is_leaf = not isinstance(ours, Branch) and not isinstance(theirs, Branch)
-            if is_leaf and is_torch_name(old, new) and is_transposed(look(ours)[0], look(theirs)[0]):
+            if is_leaf and is_torch_name(old, new) and turned(look(ours)[0], look(theirs)[0]):
                 yield old, new
                 return
 

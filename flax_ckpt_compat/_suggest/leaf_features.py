@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +32,8 @@ MOMENTS = frozenset(_MOMENTS.split())
 _OPTIMIZER = re.compile(r"opt|optim|optimizer|opt_states?|optim_states?|optimizer_states?|tx_state|opt_\w+|\w+_opt")
 _MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini_step"}
 _OLD_FIELDS = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}  # flax.optim's, below each parameter
-
-
 # Orders of axes between torch's weights and Flax's kernels, by the number of axes.
-TORCH_ORDERS: dict[int, tuple[tuple[int, ...], ...]] = {
+_TORCH_ORDERS: dict[int, tuple[tuple[int, ...], ...]] = {
     2: ((1, 0),),
     3: ((2, 1, 0),),
     4: ((2, 3, 1, 0), (3, 2, 0, 1), (2, 3, 0, 1)),
@@ -211,22 +209,12 @@ class SubtreeMemo:
         return any(shape for _, (shape, _) in self.contents(node))
 
 
-def permuted(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape with its axes in another order."""
-    return tuple(shape[axis] for axis in order)
-
-
-def is_symmetric(shape: tuple[int, ...]) -> bool:
-    """Return whether an array of torch's layout has the same shape in Flax's."""
-    return any(permuted(shape, order) == shape for order in TORCH_ORDERS.get(len(shape), ()))
+def turned(stored: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the orders of axes, between torch's layout and Flax's, in which an array has a wanted shape."""
+    orders = _TORCH_ORDERS.get(len(stored), ()) if len(stored) == len(wanted) else ()
+    return [order for order in orders if tuple(stored[axis] for axis in order) == wanted]
 
 
 def is_torch_name(one: str, other: str) -> bool:
     """Return whether one name is that of torch's weights, and the other Flax's of kernels."""
     return "kernel" in (one, other) and not _WEIGHTS.isdisjoint((one, other))
-
-
-def is_transposed(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether an array of torch's layout has the wanted shape in Flax's, or the other way round."""
-    orders = TORCH_ORDERS.get(len(stored), ()) if len(stored) == len(wanted) else ()
-    return any(permuted(stored, order) == wanted for order in orders)
