@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat._core.tree import Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import leaf_features
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, leaves_at, look
-from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural_key, told_apart, unnumbered
+from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural, told_apart, unnumbered
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 _MAX_UNUSED = 3
 _DEPTH = 3  # of the levels in which a collection is looked for
+_Pair = tuple[Path, Path]  # stored, of the target
+# Renamed layers, or single leaves, with the names and looks of their leaves; the name of a single leaf is empty.
+_Layers = dict[_Pair, set[tuple[str, Look]]]
 
 
 class _Outcome:
@@ -29,45 +32,31 @@ class _Outcome:
         self.from_t5x = leaf_features.is_t5x(stored)
         self.had, self.has = Roles(stored), Roles(target)
         self.looks = {path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle)}
+        self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
         self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
-        self.given: dict[Path, Path] = {}  # stored path → target path of what it gives elsewhere, or begins
         self.restored: list[Path] = []
-        goal, used, rows = leaf_features.flatten(target), set[Path](), dict[Path, Look]()
+        goal = leaf_features.flatten(target)
         for path, leaf in leaves_at(tree):
             seen, wanted = look(leaf), goal.get(path, EMPTY)
-            if wanted == EMPTY:
-                continue
-            if seen == KEPT:
+            if wanted != EMPTY and seen == KEPT:
                 self.kept[path] = wanted
-            elif fits(seen, wanted):
-                sources = {handle.path: look(handle) for handle in handles_of(leaf)}
-                used.update(sources)
-                if not sources:
-                    continue
-                self.restored.append(path)
-                (first, seen), last = next(iter(sources.items())), next(reversed(sources))
-                rows.setdefault(first, seen)
-                if first != path:
-                    self.given.setdefault(first, path)
-                if len(set(map(unnumbered, sources))) == 1:  # one, or the row of a stack
-                    pairs = zip(first, last, strict=True)
-                    row = tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)
-                    rows.setdefault(row, seen)
-                    self.news.setdefault(row, []).append(path)
-        self.unused = {path: seen for path, seen in self.looks.items() if path not in used}
-        self.looks = rows | self.looks
+            elif wanted != EMPTY and fits(seen, wanted):
+                self._add(path, handles_of(leaf))
         # Stored path → target path of what went elsewhere as a whole, or to one row: rules that divide or copy say so.
         whole = {old: news[0] for old, news in self.news.items() if len(set(map(unnumbered, news))) == 1}
         self.moved = {old: new for old, new in whole.items() if old != new}
 
-
-class _Layer(NamedTuple):
-    """A renamed layer, or a single leaf."""
-
-    old: Path
-    new: Path
-    leaves: frozenset[tuple[str, Look]]  # names and looks; the name of a single leaf is empty
+    def _add(self, path: Path, sources: Sequence[LeafHandle]) -> None:
+        for source in sources:
+            self.unused.pop(source.path, None)
+        if sources:
+            self.restored.append(path)
+        if len({unnumbered(source.path) for source in sources}) == 1:  # one, or the row of a stack
+            pairs = zip(sources[0].path, sources[-1].path, strict=True)
+            row = tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)
+            self.looks.setdefault(row, look(sources[0]))
+            self.news.setdefault(row, []).append(path)
 
 
 def judged(
@@ -106,8 +95,9 @@ def _unused(outcome: _Outcome) -> Iterator[str]:
     for path, (shape, kind) in outcome.kept.items():
         if not outcome.has.is_optimizer(path):
             places.setdefault((math.prod(shape), kind), path)
-    for old, new in outcome.given.items():
-        places.setdefault((_partners(outcome.had, old), outcome.looks[old]), new)
+    for old, news in outcome.news.items():
+        if news != [old]:
+            places.setdefault((_partners(outcome.had, old), outcome.looks[old]), news[0])
     for path, seen in outcome.unused.items():
         place = places.get((_partners(outcome.had, path), seen))
         if not outcome.had.is_optimizer(path):
@@ -122,15 +112,16 @@ def _partners(roles: Roles, path: Path) -> Any:
     return (spot.field, unnumbered(spot.suffix)) if roles.is_optimizer(path) else bare(path)[-1]
 
 
-def _layers(outcome: _Outcome) -> list[list[_Layer]]:
+def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
     """Return the layers and single leaves with other names, and the optimizers, in the order of their old names.
 
     Layers that linen numbers are among them where they keep their names, because another one may have got a name."""
-    found: list[dict[tuple[Path, Path], set[tuple[str, Look]]]] = [{}, {}]
+    found: tuple[_Layers, _Layers] = {}, {}
     counted = {old: old for old in outcome.news if len(old) > 1 and BY_FLAX.fullmatch(bare(old)[-2:][0])}
-    for old, new in (counted | outcome.moved).items() if outcome.moved else ():
+    moved = {joined(old): (old, new) for old, new in (counted | outcome.moved).items()} if outcome.moved else {}
+    for old, new in map(moved.__getitem__, natural(moved)):
         ends = (outcome.had.root_of(old), outcome.has.root_of(new))
-        is_optimizer, name = all(ends), "/".join(outcome.had.spot(old).suffix)
+        is_optimizer, name = all(ends), joined(outcome.had.spot(old).suffix)
         if not is_optimizer:
             ours, theirs = _named(bare(old), from_t5x=outcome.from_t5x), _named(bare(new))
             is_leaf = ours[-1] != theirs[-1]
@@ -138,13 +129,7 @@ def _layers(outcome: _Outcome) -> list[list[_Layer]]:
             name = "" if is_leaf else ours[-1]
         if ends[0] != ends[1] or not is_optimizer:
             found[is_optimizer].setdefault(ends, set()).add((name, outcome.looks[old]))
-    return [
-        sorted(
-            (_Layer(*ends, frozenset(leaves)) for ends, leaves in layers.items()),
-            key=lambda one: natural_key("/".join((*one.old, "", *one.new))),
-        )
-        for layers in found
-    ]
+    return found
 
 
 def _named(path: Path, *, from_t5x: bool = False) -> Path:
@@ -157,33 +142,30 @@ def _named(path: Path, *, from_t5x: bool = False) -> Path:
     return parts[: tops[0]] + parts[tops[0] + 1 :] if tops else parts
 
 
-def _names(layers: Iterable[_Layer]) -> Iterator[str]:
+def _names(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
-    for one in layers:
-        is_leaf = any(name == "" for name, _ in one.leaves)
-        if not may_be_one(*core(one.old, one.new), leaf=is_leaf):
-            yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
-    renamed = [one for one in layers if one.old and one.new and one.old != one.new]
-    turned = [one for one in renamed if leaf_features.is_torch_name(one.old[-1], one.new[-1])]
-    shapes = [shape for one in turned for _, (shape, _) in one.leaves if len(shape) > 1]
+    for (old, new), leaves in layers.items():
+        if not may_be_one(*core(old, new), leaf=any(name == "" for name, _ in leaves)):
+            yield f"{show_path(new)} would come from {show_path(old)}, a name that says something else"
+    turned = [pair for pair in layers if all(pair) and leaf_features.is_torch_name(pair[0][-1], pair[1][-1])]
+    shapes = [shape for pair in turned for _, (shape, _) in layers[pair] if len(shape) > 1]
     # In one model all lie alike, and those whose sides differ tell how.
     if shapes and all(leaf_features.turned(shape, shape) for shape in shapes):
-        yield f"{show_path(turned[0].old)} may be transposed, as torch's weights are, which its shape does not tell"
+        yield f"{show_path(turned[0][0])} may be transposed, as torch's weights are, which its shape does not tell"
 
 
-def _exchanged(layers: Sequence[_Layer]) -> Iterator[str]:
+def _exchanged(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for two layers that neither their leaves nor their names tell apart, or that change their order."""
-    groups: dict[Any, dict[tuple[Path, Path], _Layer]] = {}
-    for one in layers:
+    groups: dict[Any, dict[_Pair, _Pair]] = {}
+    for pair, leaves in layers.items():
         # One of each change: layers inside of one that is renamed go with it.
-        change = core(one.old, one.new)
-        for key in (one.leaves, (unnumbered(one.old), unnumbered(one.new))):
-            groups.setdefault(key, {}).setdefault(change, one)
+        for key in (frozenset(leaves), (unnumbered(pair[0]), unnumbered(pair[1]))):
+            groups.setdefault(key, {}).setdefault(core(*pair), pair)
     for group in groups.values():
         for one, other in itertools.pairwise(group.values()):
-            renamed = (one.old != one.new) + (other.old != other.new)
-            if renamed > (one.old[:-1] != other.old[:-1]) and not told_apart(one[:2], other[:2]):
-                yield f"nothing says which of {show_path(one.old)} and {show_path(other.old)} goes where"
+            renamed = (one[0] != one[1]) + (other[0] != other[1])
+            if renamed > (one[0][:-1] != other[0][:-1]) and not told_apart(one, other):
+                yield f"nothing says which of {show_path(one[0])} and {show_path(other[0])} goes where"
 
 
 def _optimizers(outcome: _Outcome) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -40,8 +41,8 @@ def laid_out(pairing: Pairing, state: State) -> State:
     for one in arrays:
         if one.shape != one.wanted and math.prod(one.shape) == math.prod(one.wanted) and (change := _change(one)):
             groups.setdefault(change, []).append(one)
-    for (change, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
-        step = _step(change, argument, group, arrays)
+    for (kind, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
+        step = _step(kind, argument, group, arrays)
         after = pairing.tried(state, [step]) if step else None
         state = after if after is not None and after.matched > state.matched else state
     return state
@@ -71,17 +72,17 @@ def _is_split(whole: Shape, parts: Shape) -> bool:
     )
 
 
-def _step(change: str, argument: Shape, group: list[Stored], arrays: Iterable[Stored]) -> ProposedRule | None:
+def _step(kind: str, argument: Shape, group: list[Stored], arrays: Iterable[Stored]) -> ProposedRule | None:
     """Return the step for a group of arrays."""
     one, names = group[0], {(bare(one.was)[-1], bare(one.path)[-1]) for one in group}
-    if change == "transposed" and all(is_torch_name(*pair) for pair in names):  # square ones go with the others
+    if kind == "transposed" and all(is_torch_name(*pair) for pair in names):  # square ones go with the others
         square = [one for one in arrays if one.shape == one.wanted and argument in turned(one.shape, one.wanted)]
         group = [*group, *(one for one in square if (bare(one.was)[-1], bare(one.path)[-1]) in names)]
     if not (pattern := pattern_of(group, arrays)):
         return None
-    if change == "squeezed":
+    if kind == "squeezed":
         return ProposedRule(rules.reshape(pattern, argument), "axes of length 1 come or go, and all values stay")
-    if change == "heads":
+    if kind == "heads":
         doubt = f"{show_path(one.path)} has as many values, whose order in the new axes the shapes do not tell"
         return ProposedRule(rules.reshape(pattern, argument), f"stored {one.shape}", doubt)
     doubt = f"{show_path(one.path)} has the stored shape transposed, and may be another layer or size"
@@ -93,14 +94,13 @@ def pattern_of(group: Iterable[Stored], arrays: Iterable[Stored]) -> str:
     """Return a pattern that matches these arrays, in parameters and moments, and no others; empty if that is long."""
     wanted = {one.path for one in group}
     others = [one.path for one in arrays if one.path not in wanted]
-    for count in range(1, max(map(len, wanted)) + 1):
-        exact = {path[-count:] for path in wanted}
-        for form in (unnumbered, tuple):
-            ends = set(map(form, exact))
-            if ends.isdisjoint(form(path[-count:]) for path in others):
-                if len(ends) < len(exact):
-                    texts = [literal(joined(end)).replace("#", r"\d+") for end in ends]
-                else:
-                    texts = [literal(joined(end)) for end in exact]
-                return "|".join(sorted(texts)) if len(texts) <= _MAX_NAMES else ""
+    for count, is_row in itertools.product(range(1, max(map(len, wanted)) + 1), (True, False)):
+        named = {path: unnumbered(path[-count:]) if is_row else path[-count:] for path in (*wanted, *others)}
+        ends, exact = {named[path] for path in wanted}, {path[-count:] for path in wanted}
+        if ends.isdisjoint(named[path] for path in others):
+            if len(ends) < len(exact):
+                texts = [literal(joined(end)).replace("#", r"\d+") for end in ends]
+            else:
+                texts = [literal(joined(end)) for end in exact]
+            return "|".join(sorted(texts)) if len(texts) <= _MAX_NAMES else ""
     return ""

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, topmost
 from flax_ckpt_compat._suggest.differences import Change, in_words
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, Look, Roles, SubtreeMemo, fits
-from flax_ckpt_compat._suggest.names import COPIES, akin, core, natural, natural_key, unnumbered, words
+from flax_ckpt_compat._suggest.names import COPIES, akin, core, natural, unnumbered, words
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
 
@@ -155,7 +155,8 @@ def _changes(pairs: list[Pair], stored: _Nodes) -> Iterator[Change]:
             before, after = before[:-1], after[:-1]
         groups.setdefault((old[:start], unnumbered(before), unnumbered(after)), []).append((before, after))
     for (path, like, _), group in groups.items():
-        group.sort(key=lambda pair: natural_key(joined(pair[0])))
+        by_name = {joined(pair[0]): pair for pair in group}
+        group = [by_name[name] for name in natural(by_name)]
         patterns = {literal(joined(old)): plain(joined(new)) for old, new in group}
         numbers = [[_NUMBER.findall(joined(one)) for one in pair] for pair in group]
         row = [old for old in stored.rows[unnumbered((*path, *like))] if old[: len(path)] == path]

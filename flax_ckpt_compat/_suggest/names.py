@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 
-from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.steps import natural_sort, numbered
 from flax_ckpt_compat._core.tree import Path
 
 
@@ -69,14 +69,7 @@ def _unnumbered(name: str) -> str:
 
 def natural(names: Iterable[str]) -> list[str]:
     """Return names in the order of the numbers in them."""
-    return sorted(names, key=natural_key)
-
-
-@functools.lru_cache(100_000)
-def natural_key(name: str) -> tuple[list[tuple[float, str]], str]:
-    """Return a sort key by the numbers in a name."""
-    parts = filter(None, re.split(r"(\d+)", name))
-    return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
+    return natural_sort(sorted(names), signed=False)
 
 
 @functools.lru_cache(100_000)
