@@ -194,19 +194,6 @@ def test_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_is_done_again_counts_once() -> None:
-    """A second try does not go back, the parts of a save to a store are halves, and more bytes than planned are all."""
-    reports: list[Progress] = []
-    meter = progress.Meter(reports.append, "save")
-    with meter.reporting():
-        for _ in range(2):
-            meter.begin("/c", 100, rounds=2)
-            meter.add(60, "a")
-        meter.add(90, "d/1")
-        meter.add(60, "d/2")
-    assert [one.done for one in reports] == [30, 30, 75, 99, 100]
-
-
 class Terminal(io.StringIO):
     """What a program takes for a terminal."""
 

@@ -1,6 +1,5 @@
 """Trees and leaves saved and restored on both backends, and to and from real Flax and real Orbax."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CheckpointError
-from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, ocp_v1, skip_without_typed_keys
+from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, skip_without_typed_keys
 from tests.support.profiles import examples
 from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
 from tests.support.saves import use_flag
@@ -37,18 +36,6 @@ def test_everything_comes_back(name: str, flag: bool, tmp_path: Path) -> None:
     tree = SAMPLES[name]()
     checkpoints.save_checkpoint(tmp_path, tree, 1)
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLES)
-def test_both_backends_say_the_same_without_a_target(name: str, tmp_path: Path) -> None:
-    """Without a target both formats give nested dicts with text keys of the same names and values."""
-    restored = []
-    for value in (False, True):
-        with use_flag(value):
-            checkpoints.save_checkpoint(tmp_path / str(value), SAMPLES[name](), 1)
-        restored.append(checkpoints.restore_checkpoint(tmp_path / str(value), None))
-    assert fingerprint(_sorted(restored[0])) == fingerprint(_sorted(restored[1]))
 
 
 def _sorted(tree: Any) -> Any:
@@ -126,25 +113,6 @@ def test_real_orbax_reads_our_directories(name: str, tmp_path: Path) -> None:
     args = ocp.checkpoint_utils.construct_restore_args(tree)
     restored = ocp.PyTreeCheckpointer().restore(path, item=tree, restore_args=args)
     assert fingerprint(_sorted(restored)) == fingerprint(_sorted(tree))
-
-
-def test_real_orbax_standard_and_v1_read_our_directories(tmp_path: Path) -> None:
-    """StandardCheckpointer and Orbax v1 restore our directory of a train state's arrays."""
-    tree = serialization.to_state_dict(train_state_sample())["params"]
-    with use_flag(True):
-        path = checkpoints.save_checkpoint(tmp_path, tree, 1)
-    standard = ocp.StandardCheckpointer()
-    assert fingerprint(_sorted(standard.restore(path, tree))) == fingerprint(_sorted(tree))
-    standard.close()
-    assert fingerprint(_sorted(ocp_v1.load(path, tree))) == fingerprint(_sorted(tree))
-
-
-def test_real_flax_on_orbax_reads_our_directories(tmp_path: Path) -> None:
-    """Flax with the flag on restores our directory of a TrainState to the same tree."""
-    tree = train_state_sample()
-    with use_flag(True), warnings.catch_warnings():
-        checkpoints.save_checkpoint(tmp_path, tree, 1)
-        assert fingerprint(flax_checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
 
 
 def test_static_fields_come_from_the_target(flag: bool, tmp_path: Path) -> None:

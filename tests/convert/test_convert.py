@@ -28,7 +28,6 @@ from flax.training.train_state import TrainState
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, rules
-from flax_ckpt_compat._convert import convert as convert_module
 from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.both_formats.test_corpus import assert_equal, read_case
 from tests.support import corpus
@@ -694,10 +693,3 @@ def test_conversions_restore_to_what_was_saved(
         flax_ckpt_compat.convert(tmp_path / "orbax", tmp_path / "file", "msgpack")
         for result in ("orbax", "file"):
             assert_equal(case, expected, checkpoints.restore_checkpoint(tmp_path / result, None), with_target=False)
-
-
-def test_free_space_is_that_of_the_destination_itself(tmp_path: Path) -> None:
-    """It may be an empty folder where another file system is mounted, or a root, which has nothing above it."""
-    for folder in (tmp_path, Path("/")):
-        assert convert_module.free_space(str(folder))[1] == str(folder)
-    assert convert_module.free_space(str(tmp_path / "a/b"))[1] == str(tmp_path)

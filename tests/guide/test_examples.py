@@ -1,4 +1,4 @@
-"""Examples in public docstrings run, as do the demo, and the programs for preemption and for metrics of the guide."""
+"""Examples in public docstrings run, as do the demo, and the guide's program for preemption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints
 from tests.support.saves import use_flag
 
 MODULES = ("checkpoints", "config", "rules", "transforms")
@@ -37,13 +36,6 @@ def documented() -> dict[str, Any]:
 
 
 EXAMPLES = {name: one for name, one in documented().items() if ">>> " in (one.__doc__ or "")}
-
-
-def test_main_functions_have_examples() -> None:
-    """The functions that the start page and the guide lead to show a call."""
-    main = {"save", "restore", "plan_restore", "open_checkpoint", "iter_checkpoints", "verify", "diff", "convert"}
-    flax = {"checkpoints.save_checkpoint", "checkpoints.restore_checkpoint"}
-    assert main | flax | {"installed"} <= EXAMPLES.keys()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -115,52 +107,3 @@ def test_a_signal_of_the_scheduler(flag: bool, tmp_path: Path) -> None:
             state = checkpoints.restore_checkpoint(run, {"w": np.zeros(4), "step": 0})
         assert state["step"] == reached[-1] and (state["w"] == reached[-1]).all()
     assert 0 < reached[0] < reached[1]
-
-
-HOW_TO = Path(__file__).parents[2] / "migration_guide" / "how_to.md"
-
-
-@pytest.fixture
-def metrics_of() -> Iterator[Callable[[], dict[str, float]]]:
-    """The page's function, and its setting for as long as the test runs."""
-    (program,) = re.findall(
-        r"^(import queue\n.*?^    return metrics\n)", HOW_TO.read_text(encoding="utf-8"), re.M | re.S
-    )
-    names: dict[str, Any] = {"config": config}
-    exec(program, names)
-    yield names["checkpoint_metrics"]
-    config.update(progress=None)
-
-
-def line(logger: str) -> str:
-    """The page's line for a logger."""
-    (found,) = re.findall(rf"^\| {logger} \| `(.*)` \|$", HOW_TO.read_text(encoding="utf-8"), re.M)
-    return str(found)
-
-
-class Clu:
-    """What writes scalars as clu's writers do (clu 0.0.12: ``write_scalars(step, scalars)``)."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[int, dict[str, float]]] = []
-
-    def write_scalars(self, step: int, scalars: dict[str, float]) -> None:
-        """Keep them."""
-        self.written.append((step, scalars))
-
-
-def test_a_loop_logs_the_times(tmp_path: Path, metrics_of: Callable[[], dict[str, float]]) -> None:
-    """Each save and restore is logged once, also one in the background, with the metrics of the step."""
-    manager, writer = checkpoints.AsyncManager(), Clu()
-    state = {"w": np.ones(1000)}
-    for step in range(1, 4):
-        checkpoints.save_checkpoint(tmp_path, state, step, async_manager=manager)
-        manager.wait_previous_save()
-        exec(line("clu"), {"writer": writer, "step": step, "metrics": {"loss": 1.0}, "checkpoint_metrics": metrics_of})
-    checkpoints.restore_checkpoint(tmp_path, state)
-    assert [step for step, _ in writer.written] == [1, 2, 3]
-    for _, scalars in writer.written:
-        assert scalars.keys() == {"loss", "checkpoint/save_seconds", "checkpoint/save_gigabytes"}
-        assert scalars["checkpoint/save_gigabytes"] == 8e-6
-    assert metrics_of().keys() == {"checkpoint/restore_seconds", "checkpoint/restore_gigabytes"}
-    assert metrics_of() == {}

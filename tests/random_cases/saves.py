@@ -10,15 +10,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from flax import errors as flax_errors
 from flax.training import checkpoints as flax_checkpoints
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CheckpointError
-from tests.save.test_retention import KEEPS, number, one_spelling
 from tests.support.saves import names, tree, use_flag
 
+KEEPS = (0, 1, 2, 3, 1e6, np.inf)
+number = st.one_of(
+    st.integers(-12, 40),
+    st.integers(-8, 30).map(lambda quarter: quarter / 4),
+    st.integers(-5, 20).map(np.int64),
+    st.integers(-5, 20).map(lambda half: np.float32(half / 2)),
+    st.integers(0, 20).map(np.array),
+    st.sampled_from([1e22, 1e-7, 10**17, np.float64(0.1)]),
+)
+# None is the beginning of another: there Flax deletes the other prefix's files, and we do not.
+PREFIXES = ("checkpoint_", "opt_", "best_opt_", "cifar10_64_", "m", "a.b_")
 # Beginnings of one another, but no name of one is a name of another.
 APART = ("checkpoint_", "checkpoint_best_", "opt_", "opt_ema_", "m", "model_", "a.b_")
 # ``v23`` is step 23 of one and step 3 of another.
@@ -39,11 +50,17 @@ def calls(prefixes: tuple[str, ...], steps: st.SearchStrategy[Any]) -> st.Search
     return st.lists(call, min_size=1, max_size=10)
 
 
+def one_spelling(sequence: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each step spelled in one way only: how Flax orders 7 and 7.0 depends on the file system."""
+    spelled: dict[float, Any] = {}
+    return [call | {"step": spelled.setdefault(float(call["step"]), call["step"])} for call in sequence]
+
+
 SEPARATE = st.tuples(calls(APART, number).map(one_spelling), st.lists(st.sampled_from(TEXTS), max_size=2, unique=True))
 OVERLAPPING = st.tuples(calls(OVERLAPPING_PREFIXES, st.integers(0, 60)))
 
 
-def _save(module: Any, folder: str, call: dict[str, Any], value: int) -> str:
+def run(module: Any, folder: str, call: dict[str, Any], value: int) -> str:
     """The name that a save gave, or the class of its error."""
     arguments = {name: given for name, given in call.items() if name != "flag"}
     try:
@@ -62,8 +79,8 @@ def check_separate(sequence: list[dict[str, Any]], texts: list[str]) -> None:
             saved.add(name)
             values[name] = -1
         for value, call in enumerate(sequence):
-            expected = _save(flax_checkpoints, _own(folder, call["prefix"]), call, value)
-            found = _save(checkpoints, mine, call, value)
+            expected = run(flax_checkpoints, _own(folder, call["prefix"]), call, value)
+            found = run(checkpoints, mine, call, value)
             assert found == expected, (value, call)
             values[found] = value
             left = {name for prefix in APART for name in names(_own(folder, prefix))}
@@ -83,7 +100,7 @@ def check_overlapping(sequence: list[dict[str, Any]]) -> None:
         mine, values = f"{folder}/ours", dict[str, int]()
         for value, call in enumerate(sequence):
             try:
-                found = _save(checkpoints, mine, call, value)
+                found = run(checkpoints, mine, call, value)
             except CheckpointError as error:
                 found = type(error).__name__
             if found not in names(mine):
@@ -91,7 +108,7 @@ def check_overlapping(sequence: list[dict[str, Any]]) -> None:
                 continue
             values[found] = value
             # Of a prefix that ends in a digit, Flax's keep_every_n_steps takes that for a part of the step.
-            _save(flax_checkpoints, _own(folder, call["prefix"]), call | {"prefix": "_"}, value)
+            run(flax_checkpoints, _own(folder, call["prefix"]), call | {"prefix": "_"}, value)
             kept = set[str]()
             for prefix in OVERLAPPING_PREFIXES:
                 if prefix != call["prefix"] and found.startswith(prefix):  # another prefix has taken the name over

@@ -212,45 +212,42 @@ def test_a_manager_that_removes_unfinished_saves(tmp_path: Path, monkeypatch: py
 # Another program removes a checkpoint, or its parts, while it is saved: no save is acknowledged that is not whole
 
 
-def save(folder: Path, step: int, **options: Any) -> None:
+def save(folder: Path, step: Any, **options: Any) -> None:
     """Saves a step as a program does."""
-    checkpoints.save_checkpoint(folder, tree(step), step, **options)
+    checkpoints.save_checkpoint(folder, tree(0 if step == "best" else step), step, **options)
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_the_directory_is_removed_after_the_rename(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _lose_parts(path: Path) -> None:
+    for part in ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (path / part).unlink()
+
+
+REMOVALS: dict[str, tuple[bool, Any, Any, str]] = {  # flag, step, what another program removes, and what is told
+    "the file": (False, 2, Path.unlink, "no older checkpoint was removed"),
+    "the directory": (True, 2, shutil.rmtree, "no older checkpoint was removed"),
+    "its parts": (True, 2, _lose_parts, "no older checkpoint was removed"),
+    "all": (False, 2, lambda path: shutil.rmtree(path.parent), "is not there"),
+    "a name without a number": (True, "best", shutil.rmtree, "is not there"),
+}
+
+
+@pytest.mark.parametrize("kind", REMOVALS)
+def test_the_checkpoint_is_removed_after_the_rename(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save that is not there any more is no success, and no older one is removed for it."""
+    flag, step, remove, told = REMOVALS[kind]
     run, real = tmp_path / "run", pipeline.retain
 
-    def retain(request: Any, *arguments: Any) -> None:
-        shutil.rmtree(run / "checkpoint_2") if flag else (run / "checkpoint_2").unlink()
-        real(request, *arguments)
+    def retain(*arguments: Any) -> None:
+        remove(run / f"checkpoint_{step}")
+        real(*arguments)
 
     with use_flag(flag):
         save(run, 1)
-        os.utime(run / "checkpoint_1", (0, 0))
+        os.utime(run / "checkpoint_1", (0, 0))  # so that it cannot be what has evicted the new one
         monkeypatch.setattr(pipeline, "retain", retain)
-        with pytest.raises(errors.StorageError, match="no older checkpoint was removed"):
-            save(run, 2, keep=1)
-        assert restore(run / "checkpoint_1")["n"] == 1.0
-        with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "retain", lambda *arguments: (shutil.rmtree(run), real(*arguments)))
-            with pytest.raises(errors.StorageError, match="is not there"):
-                save(run, 3, keep=1)
-
-
-@pytest.mark.parametrize("flag", [False, True])
-def test_a_name_that_counts_no_step(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``checkpoint_best`` evicts nothing and is evicted by nothing, but has to be there, too."""
-    real = pipeline.retain
-
-    def retain(request: Any, *arguments: Any) -> None:
-        shutil.rmtree(tmp_path / "checkpoint_best") if flag else (tmp_path / "checkpoint_best").unlink()
-        real(request, *arguments)
-
-    monkeypatch.setattr(pipeline, "retain", retain)
-    with use_flag(flag), pytest.raises(errors.StorageError, match="is not there"):
-        checkpoints.save_checkpoint(tmp_path, tree(), "best")
+        with pytest.raises(errors.StorageError, match=told):
+            save(run, step, keep=1)
+    assert kind == "all" or restore(run / "checkpoint_1")["n"] == 1.0
 
 
 def test_a_listing_that_misses_the_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,22 +268,3 @@ def test_a_listing_that_misses_the_checkpoint_once(tmp_path: Path, monkeypatch: 
         save(tmp_path, 2, overwrite=True, keep=1)
     assert missed
     assert names(tmp_path) == ["checkpoint_2"]
-
-
-def test_a_part_that_is_removed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removal that began in the temporary goes on in the checkpoint; one that is newer has not evicted it."""
-    real = pipeline.retain
-
-    def retain(request: Any, *arguments: Any) -> None:
-        (tmp_path / "checkpoint_2" / "_METADATA").unlink()
-        (tmp_path / "checkpoint_2" / "manifest.ocdbt").unlink()
-        (tmp_path / "checkpoint_2" / "_CHECKPOINT_METADATA").unlink()
-        (tmp_path / "checkpoint_2" / "commit_success.txt").unlink()
-        real(request, *arguments)
-
-    with use_flag(True):
-        save(tmp_path, 1)
-        monkeypatch.setattr(pipeline, "retain", retain)
-        with pytest.raises(errors.StorageError, match="no older checkpoint was removed"):
-            save(tmp_path, 2, keep=1)
-    assert restore(tmp_path / "checkpoint_1")["n"] == 1.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,28 @@ from flax_ckpt_compat import checkpoints, config, restore, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._save import snapshot
 from flax_ckpt_compat._save.snapshot import Copies
-from tests.support.changing_arrays import counting
 from tests.support.saves import use_flag
 
 MIB = 1 << 20
 SIZES = (1000, 3 * MIB, 20 * MIB, 70 * MIB)  # bytes of arrays in blocks, and of one with memory of its own
+
+
+@contextmanager
+def counting(array: np.ndarray[Any, Any]) -> Iterator[None]:
+    """Let a thread write growing numbers to all of an array."""
+    ended = threading.Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            np.add(array, 1, out=array)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Manager:

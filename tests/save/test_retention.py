@@ -19,17 +19,17 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import errors as flax_errors
 from flax.training import checkpoints as flax_checkpoints
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings
 
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention
+from tests.random_cases import saves
 from tests.support.logs import warnings_logged
 from tests.support.profiles import examples
-from tests.support.saves import later, names, new_folder, tree, use_flag
+from tests.support.saves import later, names, tree, use_flag
 
 DATA = Path(__file__).parents[1] / "data"
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
@@ -467,79 +467,23 @@ def test_available_steps_are_of_the_asked_type(flag: bool, tmp_path: Path) -> No
 # Which checkpoints are left after a sequence of saves: ours on both formats against real legacy Flax
 
 
-# None is the beginning of another: there Flax deletes the other prefix's files, and we do not.
-PREFIXES = ("checkpoint_", "opt_", "best_opt_", "cifar10_64_", "m", "a.b_")
-KEEPS = (0, 1, 2, 3, 1e6, np.inf)
-
-number = st.one_of(
-    st.integers(-12, 40),
-    st.integers(-8, 30).map(lambda quarter: quarter / 4),
-    st.integers(-5, 20).map(np.int64),
-    st.integers(-5, 20).map(lambda half: np.float32(half / 2)),
-    st.integers(0, 20).map(np.array),
-    st.sampled_from([1e22, 1e-7, 10**17, np.float64(0.1)]),
-)
-call = st.fixed_dictionaries(
-    {"step": number},
-    optional={
-        "prefix": st.sampled_from(PREFIXES),
-        "keep": st.sampled_from(KEEPS),
-        "overwrite": st.booleans(),
-        "keep_every_n_steps": st.sampled_from([1, 2, 5, 0.5, 10]),
-    },
-)
-
-
-def run(module: Any, folder: str, call: dict[str, Any]) -> Any:
-    """The path's last part, or the class of the error, of one save."""
-    try:
-        return Path(module.save_checkpoint(folder, tree(), **call)).name
-    except flax_errors.InvalidCheckpointError:
-        return "InvalidCheckpointError"
-
-
-def one_spelling(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each step spelled in one way only: how Flax orders 7 and 7.0 depends on the file system."""
-    spelled: dict[float, Any] = {}
-    return [call | {"step": spelled.setdefault(float(call["step"]), call["step"])} for call in calls]
-
-
-def compare(calls: list[dict[str, Any]], flag: bool) -> None:
-    """Runs the calls with both, and compares the outcome of every call and what is left after it."""
-    with new_folder() as folder:
-        theirs_folder, ours_folder = f"{folder}/theirs", f"{folder}/ours"
-        for index, call in enumerate(calls):
-            with use_flag(False):
-                expected = run(flax_checkpoints, theirs_folder, call)
-            with use_flag(flag):
-                assert run(ours, ours_folder, call) == expected, (index, call)
-            assert names(ours_folder) == names(theirs_folder), (index, call)
-        for prefix in {call.get("prefix", "checkpoint_") for call in calls}:
-            expected = flax_checkpoints.latest_checkpoint(theirs_folder, prefix)
-            found = ours.latest_checkpoint(ours_folder, prefix)
-            assert (found and Path(found).name) == (expected and Path(expected).name)
-            expected_steps = flax_checkpoints.available_steps(theirs_folder, prefix, float)
-            assert ours.available_steps(ours_folder, prefix, float) == expected_steps
-
-
-# The flag is the same for all examples of one test.
-bounded = settings(
-    max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+def of_both(calls: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A case of saves with one prefix, in both formats by turns."""
+    return [{"prefix": "checkpoint_", "flag": bool(n % 2), **call} for n, call in enumerate(calls)], []
 
 
 @pytest.mark.slow
-@bounded
-@given(st.lists(call, min_size=1, max_size=10).map(one_spelling))
-@example([{"step": 5}, {"step": 3}])
-@example([{"step": 5}, {"step": 9, "keep": 3}, {"step": 7, "keep": 3, "overwrite": True}])
-@example([{"step": 0.9}, {"step": 0.7}, {"step": 0.7, "overwrite": True}])
-@example([{"step": step, "keep_every_n_steps": 20} for step in range(0, 60, 5)])
-@example([{"step": step, "keep_every_n_steps": 100} for step in (100, 205, 250, 299, 310, 420)])
-@example([{"step": step, "keep": 2, "keep_every_n_steps": 3} for step in range(-6, 11)])
-def test_any_sequence_of_saves_leaves_what_flax_leaves(flag: bool, calls: list[dict[str, Any]]) -> None:
+@settings(max_examples=examples(50))
+@given(saves.SEPARATE)
+@example(of_both([{"step": 5}, {"step": 3}]))
+@example(of_both([{"step": 5}, {"step": 9, "keep": 3}, {"step": 7, "keep": 3, "overwrite": True}]))
+@example(of_both([{"step": 0.9}, {"step": 0.7}, {"step": 0.7, "overwrite": True}]))
+@example(of_both([{"step": step, "keep_every_n_steps": 20} for step in range(0, 60, 5)]))
+@example(of_both([{"step": step, "keep_every_n_steps": 100} for step in (100, 205, 250, 299, 310, 420)]))
+@example(of_both([{"step": step, "keep": 2, "keep_every_n_steps": 3} for step in range(-6, 11)]))
+def test_any_sequence_of_saves_leaves_what_flax_leaves(case: tuple[list[dict[str, Any]], list[str]]) -> None:
     """Steps, prefixes, keep, overwrite and keep_every_n_steps act as in legacy Flax, errors included."""
-    compare(calls, flag)
+    saves.check_separate(*case)
 
 
 @pytest.mark.parametrize(

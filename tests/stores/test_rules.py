@@ -12,15 +12,14 @@ import pytest
 from etils import epath
 from flax.training import checkpoints as flax_checkpoints
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
-from tests.save.test_retention import call, one_spelling, run
+from tests.random_cases.saves import PREFIXES, calls, number, one_spelling, run
 from tests.support.interpreters import run_python
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
-from tests.support.saves import names, new_folder, use_flag
+from tests.support.saves import names, new_folder
 from tests.support.store_places import Place
 from tests.support.trees import fingerprint
 
@@ -60,21 +59,17 @@ def test_paths_in_every_form(flag: bool, place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
-@given(calls=st.lists(call, min_size=1, max_size=7).map(one_spelling))
-@settings(max_examples=examples(12, quick=2), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_same_is_left_as_by_flax(bucket: Bucket, flag: bool, calls: list[dict[str, Any]]) -> None:
+@given(sequence=calls(PREFIXES, number).map(one_spelling))
+@settings(max_examples=examples(24, quick=4), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_is_left_as_by_flax(bucket: Bucket, sequence: list[dict[str, Any]]) -> None:
     """Every call has the same outcome and leaves the same names; the latest and the steps are the same."""
     prefix = uuid.uuid4().hex
     root = f"{bucket.url}/{prefix}"
     with new_folder() as folder:
-        for index, one in enumerate(calls):
-            with use_flag(False):
-                expected = run(flax_checkpoints, folder, one)
-            with use_flag(flag):
-                assert run(ours, root, one) == expected, (index, one)
+        for index, one in enumerate(sequence):
+            assert run(ours, root, one, index) == run(flax_checkpoints, folder, one, index), (index, one)
             assert sorted({key.split("/")[1] for key in bucket.keys(f"{prefix}/")}) == names(folder), (index, one)
-        for start in {one.get("prefix", "checkpoint_") for one in calls}:
+        for start in {one["prefix"] for one in sequence}:
             latest = flax_checkpoints.latest_checkpoint(folder, start)
             assert ours.latest_checkpoint(root, start) == (latest and f"{root}/{Path(latest).name}")
             assert ours.available_steps(root, start, float) == flax_checkpoints.available_steps(folder, start, float)

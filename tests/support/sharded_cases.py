@@ -268,28 +268,6 @@ def many_leaves_of_small_chunks(folder: Path) -> None:
 
 
 @case
-def one_device_to_many(folder: Path) -> None:
-    """What one device saved is restored over eight."""
-    tree = {"a": jnp.arange(8 * 4096.0).reshape(8, 4096), "b": values(np.float32, (4096, 8)), "c": jnp.arange(8)}
-    path = save(folder, tree)
-    for spec in (P("x"), P("y"), P(("x", "y"))):
-        target = abstract(tree, lambda x, spec=spec: NamedSharding(mesh(), spec))  # type: ignore[misc]
-        same(checkpoints.restore_checkpoint(path, target), tree)
-    target = {"a": NamedSharding(mesh(), P("x", "y")), "b": NamedSharding(mesh(), P("x", "y"))}
-    shaped = {n: jax.ShapeDtypeStruct(tree[n].shape, tree[n].dtype, sharding=s) for n, s in target.items()}
-    same(checkpoints.restore_checkpoint(path, shaped), {n: tree[n] for n in shaped})
-
-
-@case
-def without_a_target_it_is_numpy(folder: Path) -> None:
-    """The saved shardings are never required."""
-    tree = {k: v for k, v in large_tree().items() if k != "keys"}
-    restored = checkpoints.restore_checkpoint(save(folder, tree), None)
-    assert all(type(leaf) is np.ndarray for leaf in restored.values())
-    same(restored, tree)
-
-
-@case
 def compressed(folder: Path) -> None:
     """With a codec, too, no chunk reaches over two shards, and several boxes of one chunk are right."""
     tree = {**small_tree(), **large_tree()}
@@ -411,15 +389,6 @@ def restored_arrays_are_their_own(folder: Path) -> None:
     same(restored["b"], array)
     for shard in changed.addressable_shards:
         assert np.array_equal(np.asarray(shard.data), np.asarray(array)[shard.index] * 4 + 3)
-
-
-@case
-def casts_each_shard(folder: Path) -> None:
-    """An abstract target of another dtype gets that, sharded."""
-    array = jax.device_put(values(np.float32), NamedSharding(mesh(), P("x", "y")))
-    path = save(folder, {"a": array})
-    target = {"a": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh(), P("y", "x")))}
-    same(checkpoints.restore_checkpoint(path, target), {"a": array.astype(jnp.bfloat16)})
 
 
 @case
