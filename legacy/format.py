@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, steps
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
 # numpy scalar; such a file does not distinguish the two, and Flax too reads np.complex128.
@@ -71,13 +71,6 @@ class FileRanges(NamedTuple):
                 found.append((at + first, last - first))
             start -= size
         return FileRanges(tuple(found))
-
-
-class KeyParts(NamedTuple):
-    """The locator of a PRNG key: its implementation, and the leaf that is its data."""
-
-    impl: str
-    data: LeafHandle
 
 
 _FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
@@ -170,10 +163,8 @@ def prng_key(branch: Branch, path: Path) -> LeafHandle | None:
     impl, data = branch.children[KEY_IMPL], branch.children["data"]
     if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
         return None
-    parts = KeyParts(impl.locator, data)
-    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, parts)
-    handle.in_gda_folder = data.in_gda_folder
-    return handle
+    about = LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, KeyData(impl.locator, data)
+    return LeafHandle(path, *about, data.in_gda_folder)
 
 
 def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
@@ -182,9 +173,8 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
     sizes, chunks = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
     if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not chunks:
         return None
-    if not all(_is(size, LeafKind.INT) for size in sizes):
-        return None
-    if not all(_is(chunk, LeafKind.ARRAY) and len(chunk.shape) == 1 for chunk in chunks):
+    are_flat = all(_is(chunk, LeafKind.ARRAY) and len(chunk.shape) == 1 for chunk in chunks)
+    if not are_flat or not all(_is(size, LeafKind.INT) for size in sizes):
         return None
     data = [chunk.locator for chunk in chunks]
     if {type(one) for one in data} not in ({bytes}, {FileRanges}):

@@ -132,8 +132,8 @@ def read(wanted: Collection[tuple[FolderArray, Path]], meter: Meter, *, verify: 
     pending: list[tuple[FolderArray, Path, Box, Any]] = []  # with the box to read, and the memory for it
     for array, path in wanted:
         if verify and array.is_sound is False:
-            found = f"{array.folder / ZARR2_METADATA} {_ALTERED}; to read it as it is, set checksums='off'"
-            raise _damaged(array.checkpoint, path, found, ChecksumError)
+            found, more = f"{array.folder / ZARR2_METADATA} {_ALTERED}", ". To read it as it is, set checksums='off'"
+            raise _damaged(array.checkpoint, path, found, ChecksumError, more)
         box = array_boxes.full_box(array.shape) if array.index is None else array.index
         with _translated(array, path):
             if array.subpath not in checked:
@@ -210,11 +210,11 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
 
 
 def _damaged(
-    checkpoint: Location, path: Path, found: str, error: type[CheckpointError] = CorruptCheckpointError
+    checkpoint: Location, path: Path, found: str, kind: type[CheckpointError] = CorruptCheckpointError, more: str = ""
 ) -> CheckpointError:
     leaf, folder = show_path(path), checkpoint.sibling(ARRAYS_POSTFIX)
     remedy = f"copy the folder {folder} again from where it was saved, or restore an older step"
-    return error(f"{checkpoint}: {leaf}: {found}; {remedy}", path=checkpoint.path, leaf=leaf)
+    return kind(f"{checkpoint}: {leaf}: {found}; {remedy}{more}", path=checkpoint.path, leaf=leaf)
 
 
 def with_sum(fields: Mapping[str, Any]) -> dict[str, Any]:

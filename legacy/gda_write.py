@@ -61,8 +61,7 @@ class DistributedArray:
 
     @property
     def _chunks(self) -> array_boxes.Shape:
-        shape = tuple(self.value.shape)
-        return tuple(max(1, size) for size in self.value.sharding.shard_shape(shape))
+        return tuple(max(1, size) for size in self.value.sharding.shard_shape(tuple(self.value.shape)))
 
     def metadata(self) -> dict[str, Any]:
         """Return its ``.zarray``, as TensorStore writes it for the spec that jax uses."""
@@ -78,13 +77,10 @@ class DistributedArray:
             "zarr_format": 2,
         }
 
-    def file(self, name: str) -> str:
-        """Return the path of one of its files in the folder of arrays."""
-        return f"{self.subpath}/{name}" if self.subpath else name
-
     def files(self) -> list[str]:
         """Return the paths of its metadata and of all its chunks, of which there are none without elements."""
-        return [self.file(ZARR2_METADATA), *self._chunk_files(array_boxes.full_box(tuple(self.value.shape)))]
+        whole = array_boxes.full_box(tuple(self.value.shape))
+        return [os.path.join(self.subpath, ZARR2_METADATA), *self._chunk_files(whole)]
 
     def chunks(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         """Yield path and content of the chunks that this process writes: jax has no shards of different shapes."""
@@ -93,7 +89,8 @@ class DistributedArray:
                 yield file, np.ascontiguousarray(shard.data).reshape(self._chunks)
 
     def _chunk_files(self, box: array_boxes.Box) -> list[str]:
-        return [self.file(".".join(map(str, cell)) or "0") for cell, _ in array_boxes.cells(box, self._chunks)]
+        names = [".".join(map(str, cell)) or "0" for cell, _ in array_boxes.cells(box, self._chunks)]
+        return [os.path.join(self.subpath, name) for name in names]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +174,7 @@ def begin(save: ProcessSave) -> None:
             os.makedirs(os.path.join(gda_folder.folder_of(save.path), _prefix(save), array.subpath), exist_ok=True)
         fields = array.metadata()
         text = json.dumps(with_sum(fields) if save.options.checksums else fields)
-        _write_file(save, array.file(ZARR2_METADATA), text.encode())
+        _write_file(save, os.path.join(array.subpath, ZARR2_METADATA), text.encode())
 
     in_parallel(write, arrays, _THREADS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, from_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Numbers, Path, from_leaves, show_path
 
 from . import format, gda_read
 from .find_arrays import TOO_DEEP, Scanner
@@ -23,8 +24,12 @@ from .read_bytes import Window
 
 _Array = tuple[ArrayHeader, FileRanges]
 _TEXT = frozenset({str})
+_NUMBERS = frozenset({*format.NUMBERS, type(None)})
 _KIND_OF_BYTES: dict[type, LeafKind] = {str: LeafKind.STR, bytes: LeafKind.BYTES}
 _TUPLE = object()  # begins a list that stands for a tuple
+# Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
+# real trees take up to ten times their file, and a few names near the root can make them far longer.
+_LEAST_PATH_BYTES, _PATH_BYTES_RATIO, _BYTES_PER_NAME = 64 * 2**20, 64, 9
 _UNKNOWN = None, b"", 0, -1
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
@@ -95,8 +100,7 @@ def _naming_damage(window: Window) -> Iterator[None]:
     except (NameCollisionError, ValueError) as error:
         if isinstance(error, CheckpointError) and not isinstance(error, NameCollisionError):
             raise
-        is_deep = isinstance(error, msgpack.StackError)
-        raise window.corrupt(TOO_DEEP if is_deep else str(error)) from error
+        raise window.corrupt(TOO_DEEP if isinstance(error, msgpack.StackError) else str(error)) from error
 
 
 def _unpacked(data: bytes | bytearray, found: Sequence[_Array] | None = None) -> Any:
@@ -137,7 +141,7 @@ class _Tree:
     """Replaces unpacked values by handles, and dicts and lists by branches, in place."""
 
     def __init__(self, reader: Reader, size: int):
-        self._reader, self._lengths = reader, PathLengths(size)
+        self._reader, self._path_bytes_left = reader, max(_LEAST_PATH_BYTES, _PATH_BYTES_RATIO * size)
         # Branches whose children are still values, with their key paths and whether they are in a list: there, parts of
         # arrays and of keys stay dicts.
         self._stack: list[tuple[Path, Branch, bool]] = []
@@ -199,13 +203,25 @@ class _Tree:
                 container, values = Container.TUPLE, values[1]
                 if type(values) is not list:
                     raise ValueError(f"a tuple in {show_path(path)} that is not a msgpack array")
-            values = dict(zip(map(str, range(len(values))), values, strict=True))
         elif not _TEXT.issuperset(map(type, values)):
             values, int_keys = _named(values, path)
-        self._lengths.add(path, len(values))
+        self._path_bytes_left -= len(values) * (sum(map(len, path)) + _BYTES_PER_NAME * len(path))
+        if self._path_bytes_left < 0:
+            raise ValueError(f"key paths far longer than the file, for {len(values)} values in {show_path(path):.100}")
+        found = values if type(values) is list else values.values()
+        if found and _NUMBERS.issuperset(map(type, found)) and container is not Container.TUPLE and not int_keys:
+            return Numbers.of(container, values, functools.partial(self._leaves, path, values))
+        if type(values) is list:
+            values = dict(zip(map(str, range(len(values))), values, strict=True))
         branch = Branch(values, container, int_keys)
         self._stack.append((path, branch, in_list))
         return branch
+
+    def _leaves(self, path: Path, values: dict[str, Any] | list[Any]) -> dict[str, Node]:
+        leaves = dict[str, Node]()
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            self.add(leaves, str(name), (*path, str(name)), value)
+        return leaves
 
 
 def _named(values: dict[Any, Any], path: Path) -> tuple[dict[str, Any], frozenset[str]]:

@@ -38,10 +38,9 @@ _ARRAY = LeafKind.ARRAY  # Python 3.11 takes as long to look it up in its class 
 class MsgpackReader(Reader):
     """An open msgpack checkpoint. Replacing a local file does not affect reads; replacing an object is an error.
 
-    Locators are `FileRanges`, `KeyParts`, a `FolderArray`, the bytes of an array that were read with the structure, or
-    a Python value. Arrays below 32 KiB that are read together share blocks of memory of about 256 KiB, each in its own
-    aligned part.
-    """
+    Locators are `FileRanges`, `KeyData` of a leaf, a `FolderArray`, the bytes of an array that were read with the
+    structure, or a Python value. Arrays below 32 KiB that are read together share blocks of memory of about 256 KiB,
+    each in its own aligned part."""
 
     format = Format.MSGPACK
     places_on_device, keeps_lists = False, True
@@ -83,9 +82,8 @@ class MsgpackReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        return Inspection(
-            tuple(gda_read.unreferenced(self.location, [leaf.locator for leaf in backend.handles_of(self)]))
-        )
+        locators = [leaf.locator for leaf in backend.handles_of(self)]
+        return Inspection(tuple(gda_read.unreferenced(self.location, locators)))
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
@@ -189,8 +187,7 @@ def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> No
 def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:
     """Map the contiguous arrays of a local file into ``values``, and return their indices.
 
-    Most are not aligned: an array starts where its header ends.
-    """
+    Most are not aligned: an array starts where its header ends."""
     if not isinstance(source, LocalFile):
         return set()
     wanted: list[int] = []

@@ -19,23 +19,7 @@ if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do with
     import numpy as np
 
 Path = tuple[str, ...]
-# Bytes of key paths: that any tree may have, per byte of the file (real trees: ten), and per name.
-_LEAST_PATH_BYTES, _PATH_BYTES_RATIO, _BYTES_PER_NAME = 64 * 2**20, 64, 9
 Node = Any  # Branch | leaf
-
-
-class PathLengths:
-    """Bounds the memory of all key paths: a few names near the root can make them far longer than the file."""
-
-    def __init__(self, size: int):
-        """Begin with no leaves of a file of ``size`` bytes."""
-        self._left = max(_LEAST_PATH_BYTES, _PATH_BYTES_RATIO * size)
-
-    def add(self, path: Path, count: int) -> None:
-        """Add the children of a container; raise ValueError if the paths are too long."""
-        self._left -= count * (sum(map(len, path)) + _BYTES_PER_NAME * len(path))
-        if self._left < 0:
-            raise ValueError(f"key paths far longer than the file, for {count} values below {show_path(path)[:100]}")
 
 
 class Container(enum.Enum):
@@ -60,6 +44,28 @@ class Branch:
     container: Container = Container.DICT  # its type in the user's tree
     int_keys: frozenset[str] = frozenset()  # names that were Python ints in the user's dict
     type_name: str = ""  # of a namedtuple's class, where a format records it
+
+
+class Numbers(Branch):
+    """A branch of numbers, or None, alone: ``values`` is a dict or list, of which leaves are made when asked for."""
+
+    __slots__ = ("_make", "values")
+    values: Any
+    _make: Callable[[], dict[str, Node]]
+
+    @classmethod
+    def of(cls, container: Container, values: Any, make: Callable[[], dict[str, Node]]) -> Numbers:
+        """Return a branch whose children are made by a function; from then on its ``values`` are None."""
+        branch = cls.__new__(cls)
+        branch.container, branch.int_keys, branch.type_name = container, frozenset(), ""
+        branch.values, branch._make = values, make
+        return branch
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "children":
+            raise AttributeError(name)
+        self.children, self.values = self._make(), None
+        return self.children
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -92,11 +98,6 @@ class HostCopy:
         """Return the size of the whole array, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def data(self) -> np.ndarray[Any, Any]:
-        """Return the values as one array, assembled on each access unless there is one shard."""
-        return on_host(self)
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StoredArray:
@@ -107,8 +108,7 @@ class StoredArray:
     sharding: str | None  # its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array
     read: Callable[[], np.ndarray[Any, Any]]  # reads it into host memory
     chunks: tuple[int, ...] | None = None  # shape of the chunks to write it in, a divisor of `shape`; None for one
-    # Reads a slice of it, if there are ``chunks``.
-    read_part: Callable[[tuple[slice, ...]], np.ndarray[Any, Any]] | None = None
+    read_part: Callable[[tuple[slice, ...]], np.ndarray[Any, Any]] | None = None  # reads a slice, with ``chunks``
 
     @property
     def nbytes(self) -> int:

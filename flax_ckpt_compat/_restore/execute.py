@@ -92,6 +92,8 @@ class ReadLeaves:
             self.values = casting.read(reads, self.casts_at_read, self.mapped, meter)
         elif reads:
             self.values = dict(zip(reads, backend.read_all(reads, meter=meter), strict=True))
+        elif self.plan.target is None:
+            self.plan.reader.read([])  # which verifies a file of numbers alone
         return self
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:

@@ -112,7 +112,7 @@ class _Planner:
                     add(LeafPlan((*path, name), found, child, True))
                 else:
                     add(plan_array((*path, name), found, child))
-            elif type(found) is Branch and type(child) is Branch:
+            elif isinstance(found, Branch) and type(child) is Branch:
                 self.branch(found, child, (*path, name))
             elif (
                 type(found) is LeafHandle
@@ -189,6 +189,8 @@ class _Planner:
             self._plan.leaves.append(plan_leaf(path, stored, target))
         elif isinstance(stored, Derived):
             self._plan.leaves.append(self._leaf_planner.derived(path, stored, target))
+        elif isinstance(stored, dict | list):
+            self._plan.leaves.append(LeafPlan(path, Own.KEEP_TARGET, stored))
         elif not isinstance(stored, Branch):  # one without children
             self._plan.leaves.append(LeafPlan(path, stored, target))
 

@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import Meter, Stopwatch
-from flax_ckpt_compat._core.tree import Node
+from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._restore import checkpointer_reader, execute, policies, process_agreement
@@ -117,6 +117,9 @@ class _Restore:
 
         Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that a
         user's function computes, and structures that custom serialization refuses."""
+        if self._target is None and not self._options.transforms.rules:
+            for reader in map(opened.reader, opened.trees):
+                reader.tree = _with_numbers(reader.tree)
         plans = plan_all(opened, self._target, self._options)
         try:
             for plan in plans.items.values():
@@ -126,6 +129,18 @@ class _Restore:
                 add_sentence(error, plans.fits)
             raise
         return plans
+
+
+def _with_numbers(node: Node) -> Node:
+    """Return a tree with dicts and lists in place of `Numbers`, which need no leaf for each."""
+    if not isinstance(node, Branch):
+        return node
+    if (values := getattr(node, "values", None)) is not None:
+        return values.copy()
+    children = dict(node.children)
+    for name, child in node.children.items():  # no comprehension, which would take a second call for each level
+        children[name] = _with_numbers(child)
+    return Branch(children, node.container, node.int_keys, node.type_name)
 
 
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:

@@ -146,7 +146,7 @@ def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any
         return node if values is None else next(values)
     children: dict[str, Any] = {}
     for name, child in node.children.items():
-        if type(child) is Branch:
+        if isinstance(child, Branch):
             children[name] = from_stored(child, values, structure)
         else:
             children[name] = child if values is None else next(values)

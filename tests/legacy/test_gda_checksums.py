@@ -146,7 +146,7 @@ def test_altered_metadata_is_read_if_nothing_is_to_be_verified(saved: Path) -> N
     """It would be read as numbers of another type."""
     metadata = Path(f"{saved}_gda") / "w" / ".zarray"
     metadata.write_text(metadata.read_text().replace("<f4", "<i4"))
-    with pytest.raises(errors.ChecksumError, match=f"w: {metadata} is not what was saved.*checksums='off'") as caught:
+    with pytest.raises(errors.ChecksumError, match=f"w: {metadata} is not .* older step.*checksums='off'") as caught:
         restore(saved)
     assert caught.value.leaf == "w"
     assert verify(saved).state == "damaged"

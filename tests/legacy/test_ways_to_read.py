@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -323,6 +324,17 @@ def test_the_result_is_the_callers_own(target: Any, tmp_path: Path) -> None:
             assert fingerprint(read) == fingerprint(tree)
             read["n"].clear()
             read["l"].clear()
+
+
+def test_numbers_take_no_call_each(tmp_path: Path) -> None:
+    """A restore without a target gives those of a container as they were decoded."""
+    tree, calls = {"n": {f"k{n}": n for n in range(2000)}, "l": [0.5] * 2000, "w": np.ones(2)}, list[str]()
+    (tmp_path / "file").write_bytes(_packed(tree))
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    restored = checkpoints.restore_checkpoint(tmp_path / "file", None)
+    sys.setprofile(None)
+    assert fingerprint(restored) == fingerprint(tree)
+    assert len(calls) < 2000
 
 
 @pytest.mark.parametrize("before", [0, 3, 1000])
