@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.tree import (
 )
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply, misfit
+from flax_ckpt_compat.rules._rule import Trees, misfit
 
 Array = LeafHandle | Derived
 
@@ -131,41 +131,38 @@ def require_array(leaf: Node) -> Array:
 
 
 def each_leaf(
+    trees: Trees,
     pattern: str,
     change: Callable[[Any, str, Node], Node],
     needed: str = "array",
     wanted: Callable[[Any], bool] = is_array,
-) -> Apply:
-    """Return the `apply` of a rule that changes the ``wanted`` leaves whose key path has a match; other leaves stay.
+) -> Node:
+    """Change the ``wanted`` leaves whose key path has a match; other leaves stay.
 
     ``change`` takes a leaf, its key path as text, and the target's node at its key path; see `fitting`.
     ``needed`` is a noun for the required match."""
     names = [_patterns.whole_names(pattern)]
+    matching: dict[Path, bool] = {}
 
-    def apply(stored: Node, target: Node) -> Node:
-        matching: dict[Path, bool] = {}
+    def changed(path: Path, leaf: Any) -> Node:
+        if not any(_patterns.matches(names, path)):
+            return leaf
+        matching[path] = wanted(leaf)
+        if not matching[path]:
+            return leaf
+        with fitting(path, leaf):
+            return change(leaf, show_path(path), node_at(trees.target, path))
 
-        def changed(path: Path, leaf: Any) -> Node:
-            if not any(_patterns.matches(names, path)):
-                return leaf
-            matching[path] = wanted(leaf)
-            if not matching[path]:
-                return leaf
-            with fitting(path, leaf):
-                return change(leaf, show_path(path), node_at(target, path))
-
-        tree = map_leaves(changed, stored)
-        if not any(matching.values()):
-            why = f"{one_line(map(show_path, matching))} is none" if matching else _patterns.near_names(pattern, stored)
-            problem = f"matches no {needed} in the checkpoint (patterns match whole names of a key path)"
-            raise TransformError(f"{problem}; {why}")
-        return tree
-
-    return apply
+    tree = map_leaves(changed, trees.stored)
+    if not any(matching.values()):
+        none = f"{one_line(map(show_path, matching))} is none"
+        why = none if matching else _patterns.near_names(pattern, trees.stored)
+        raise TransformError(f"matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}")
+    return tree
 
 
-def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> Apply:
-    """Return the `apply` of a rule that gives every matching array another shape by a function of the array.
+def rearranged(trees: Trees, pattern: str, function: Callable[[Any], Any], how: str = "") -> Node:
+    """Give every matching array another shape by a function of the array.
 
     The function first runs on an array that repeats a single zero: that tells the new shape, and whether it fits."""
 
@@ -174,7 +171,7 @@ def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> A
         note = how or f"{leaf.shape} → {shape}"
         return derived(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
 
-    return each_leaf(pattern, changed)
+    return each_leaf(trees, pattern, changed)
 
 
 def derived(

@@ -42,12 +42,11 @@ def whole_names(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![^/])(?:{_FLAGS.sub('', pattern)}{end})(?![^/])", flags)
 
 
-def check(patterns: Sequence[str]) -> None:
-    """Raise if there is no pattern for `select`, an empty one, or one that is not a regular expression."""
+def some(patterns: Sequence[str]) -> Sequence[str]:
+    """Return patterns for `select`; raise if there is none, or an empty one, which would be the whole tree."""
     if not all(patterns) or not patterns:
         raise TransformError("name at least one path; '.*' is the whole tree")
-    for pattern in patterns:
-        compiled(pattern)
+    return patterns
 
 
 def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.dtypes import dtype_name
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat.rules import _patterns
 
 _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
@@ -40,14 +41,22 @@ def named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}", path=error.path, leaf=error.leaf) from error.__cause__
 
 
-def applied(name: str, apply: Apply) -> Apply:
-    """Return an `apply` whose errors are `named`; cloudpickle can send it to other machines, as `convert` may."""
+class Trees(NamedTuple):
+    """What a rule is applied to."""
 
-    def apply_named(*trees: Any) -> Node:
+    stored: Node  # the checkpoint's tree
+    target: Node  # the target's neutral tree, or None
+    open_tree: Any = None  # an `OpenTree`, for rules that open other checkpoints
+
+
+def applied(name: str, change: Callable[..., Node], *args: Any, **kwargs: Any) -> Apply:
+    """Return the `Rule.apply` of a function of `Trees`; cloudpickle can send it to other machines."""
+
+    def apply(*trees: Any) -> Node:
         with named(name):
-            return apply(*trees)
+            return change(Trees(*trees), *args, **kwargs)
 
-    return apply_named
+    return apply
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,30 +84,33 @@ class Rule:
         return self.source
 
 
-def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
-    """Decorate a function that returns a rule's `apply`, so that it returns the `Rule`, whose errors are `named`."""
-    signature = inspect.signature(make)
-    first = next(iter(signature.parameters), None)
+def rule(change: Callable[Concatenate[Trees, _Given], Node]) -> Callable[_Given, Rule]:
+    """Decorate a function of `Trees` and arguments, so that it takes these alone and returns the `Rule`."""
+    signature = inspect.signature(change)
+    parameters = list(signature.parameters.values())[1:]
+    signature = signature.replace(parameters=parameters, return_annotation="Rule")
 
-    @functools.wraps(make)
+    @functools.wraps(change)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
-        words: list[str] = []
-        bound = signature.bind(*args, **kwargs).arguments
+        bound, words = signature.bind(*args, **kwargs).arguments, list[str]()
         given = [(signature.parameters[name], value) for name, value in bound.items()]
         for parameter, value in given:
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 words.extend(map(_shown, value))
-            elif parameter.name in (first, "replacement") or parameter.default is inspect.Parameter.empty:
+            elif parameter is parameters[0] or parameter.name == "replacement" or parameter.default is parameter.empty:
                 words.append(_shown(value))
             else:
                 words.append(f"{parameter.name}={_shown(value)}")
-        name = f"{make.__name__}({', '.join(words)})"
+        name = f"{change.__name__}({', '.join(words)})"
         with named(name):
             for parameter, value in given:
-                _check_type(parameter, value)
-            apply = make(*args, **kwargs)
-        return Rule(f"rules.{name}", applied(name, apply), getattr(apply, "opens", ()))
+                _check(parameter, value)
+        opens = [other for inner in bound.get("transforms", ()) for other in inner.opens]
+        if "path" in bound:
+            opens.append((as_text(bound["path"]), as_text(bound.get("prefix", "checkpoint_"), "prefix")))
+        return Rule(f"rules.{name}", applied(name, change, *args, **kwargs), tuple(opens))
 
+    made.__signature__ = signature  # type: ignore[attr-defined]
     return made
 
 
@@ -116,17 +128,22 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str | Mapping[str, Replacement]": ("text or a mapping", lambda one: isinstance(one, str | Mapping)),
     "Replacement": ("text or a function", lambda one: isinstance(one, str) or callable(one)),
     "Callable[[Any], Any]": ("a function", callable),
+    "Sequence[Rule]": ("a list of rules", lambda one: _is_list(one, Rule)),
 }
 
 
-def _check_type(parameter: inspect.Parameter, value: Any) -> None:
-    """Raise an error unless an argument is what its annotation says; others than in `_KINDS` check themselves."""
+_PATTERNS = ("pattern", "patterns", "source", "at", "stored_at")  # names of arguments
+
+
+def _check(parameter: inspect.Parameter, value: Any) -> None:
+    """Raise an error unless an argument is what its annotation says, and a regular expression if it is a pattern."""
     kind = parameter.annotation.removesuffix(" | None")
-    if kind in _KINDS and parameter.name != "prefix" and (value is not None or kind == parameter.annotation):
-        words, fits = _KINDS[kind]
-        for one in value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,):
-            if not fits(one):
-                raise TransformError(f"{parameter.name} is {words}, found {type(one).__name__}: {one!r:.100}")
+    is_known = kind in _KINDS and parameter.name != "prefix" and (value is not None or kind == parameter.annotation)
+    for one in value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,):
+        if is_known and not _KINDS[kind][1](one):
+            raise TransformError(f"{parameter.name} is {_KINDS[kind][0]}, found {type(one).__name__}: {one!r:.100}")
+        if parameter.name in _PATTERNS and isinstance(one, str):
+            _patterns.compiled(one)
 
 
 def _shown(value: object) -> str:

@@ -18,14 +18,14 @@ from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree
 from flax_ckpt_compat.rules._edit_tree import Array
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Trees, rule
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
 _finfo: Any = ml_dtypes.finfo  # which has no types
 
 
 @rule
-def cast(pattern: str, dtype: Any) -> Apply:
+def cast(trees: Trees, pattern: str, dtype: Any) -> Node:
     """Cast arrays to another dtype of the same kind: ``cast("params", "bfloat16")``.
 
     Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
@@ -53,11 +53,11 @@ def cast(pattern: str, dtype: Any) -> Apply:
         how = f"{leaf.dtype} → {wanted.name}"
         return _edit_tree.derived(leaf, lambda value: _checked_cast(value, wanted, what), how, dtype=wanted)
 
-    return _each_number(pattern, changed, kind)
+    return _each_number(trees, pattern, changed, kind)
 
 
 @rule
-def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
+def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) -> Node:
     """Pad arrays, such as embeddings for a larger vocabulary: ``pad("embedding", 50304, value="target")``.
 
     Args:
@@ -98,11 +98,11 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
         return _edit_tree.derived(leaf, padded, f"{length} → {size} on axis {at}, {note}", shape=shape)
 
-    return _edit_tree.each_leaf(pattern, changed)
+    return _edit_tree.each_leaf(trees, pattern, changed)
 
 
 @rule
-def cut(pattern: str, size: int, axis: int = 0) -> Apply:
+def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
     """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
 
     Args:
@@ -121,22 +121,22 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
             return leaf
         return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
 
-    return _edit_tree.each_leaf(pattern, changed)
+    return _edit_tree.each_leaf(trees, pattern, changed)
 
 
 @rule
-def transpose(pattern: str, axes: Sequence[int]) -> Apply:
+def transpose(trees: Trees, pattern: str, axes: Sequence[int]) -> Node:
     """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
 
     Args:
         pattern: as in `rename`.
         axes: for each new axis the index of the old one; negative counts from the end.
     """
-    return _edit_tree.rearranged(pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
+    return _edit_tree.rearranged(trees, pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
 
 
 @rule
-def reshape(pattern: str, shape: Sequence[int]) -> Apply:
+def reshape(trees: Trees, pattern: str, shape: Sequence[int]) -> Node:
     """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
 
     Args:
@@ -145,11 +145,11 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
     """
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
         raise TransformError("at most one length may be -1; other negative lengths are not allowed")
-    return _edit_tree.rearranged(pattern, lambda value: value.reshape(tuple(shape)))
+    return _edit_tree.rearranged(trees, pattern, lambda value: value.reshape(tuple(shape)))
 
 
 @rule
-def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
+def split_axis(trees: Trees, pattern: str, sizes: Sequence[int], axis: int = 0) -> Node:
     """Make several axes of one, with values in C order: ``split_axis("layers", (3, 4))`` for 12 layers in 3 groups.
 
     Args:
@@ -165,11 +165,11 @@ def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
         new = np.broadcast_to(0, length).reshape(tuple(sizes)).shape
         return value.reshape(*value.shape[:at], *new, *value.shape[at + 1 :])
 
-    return _edit_tree.rearranged(pattern, function)
+    return _edit_tree.rearranged(trees, pattern, function)
 
 
 @rule
-def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
+def merge_axes(trees: Trees, pattern: str, axis: int = 0, count: int = 2) -> Node:
     """Make one axis of several, with values in C order, the inverse of `split_axis`: ``merge_axes("layers")``.
 
     Args:
@@ -186,11 +186,11 @@ def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
             raise IndexError(f"it has no {count} axes from axis {axis} on; match only arrays that have")
         return value.reshape(*value.shape[:at], math.prod(value.shape[at : at + count]), *value.shape[at + count :])
 
-    return _edit_tree.rearranged(pattern, function)
+    return _edit_tree.rearranged(trees, pattern, function)
 
 
 @rule
-def index(pattern: str, number: int, axis: int = 0) -> Apply:
+def index(trees: Trees, pattern: str, number: int, axis: int = 0) -> Node:
     """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``.
 
     Args:
@@ -206,11 +206,11 @@ def index(pattern: str, number: int, axis: int = 0) -> Apply:
         first = number % length
         return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
 
-    return _edit_tree.each_leaf(pattern, changed)
+    return _edit_tree.each_leaf(trees, pattern, changed)
 
 
 @rule
-def unreplicate(pattern: str = ".*") -> Apply:
+def unreplicate(trees: Trees, pattern: str = ".*") -> Node:
     """Take the first replica of a state that was saved replicated for ``jax.pmap``, and read only that.
 
     All matching arrays and typed PRNG keys lose their first axis, which must be equally long everywhere; numbers stay.
@@ -220,38 +220,33 @@ def unreplicate(pattern: str = ".*") -> Apply:
     Args:
         pattern: as in `rename`; matches all if not given.
     """
-    _edit_tree.each_leaf(pattern, lambda leaf, *_: leaf)  # which refuses what is no pattern
+    lengths: set[int] = set()
 
-    def apply(stored: Node, target: Node) -> Node:
-        lengths: set[int] = set()
+    def first(leaf: Any, *_: Any) -> Node:
+        shape = leaf.shape[:-1] if isinstance(leaf, LeafHandle) and is_key(leaf) else leaf.shape
+        count = shape[0] if shape else 0
+        lengths.add(count)
+        if not count or len(lengths) > 1:
+            others = f", others {min(lengths - {count})}" if len(lengths) > 1 else ""
+            raise ValueError(f"{count or 'no'} replicas on its first axis{others}; match only what is replicated")
+        how = f"replica 0 of {count}"
+        if is_array(leaf):
+            return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
+        return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-        def first(leaf: Any, *_: Any) -> Node:
-            shape = leaf.shape[:-1] if isinstance(leaf, LeafHandle) and is_key(leaf) else leaf.shape
-            count = shape[0] if shape else 0
-            lengths.add(count)
-            if not count or len(lengths) > 1:
-                others = f", others {min(lengths - {count})}" if len(lengths) > 1 else ""
-                raise ValueError(f"{count or 'no'} replicas on its first axis{others}; match only what is replicated")
-            how = f"replica 0 of {count}"
-            if is_array(leaf):
-                return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
-            return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
-
-        change = _edit_tree.each_leaf(pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
-        return change(stored, target)
-
-    return apply
+    return _edit_tree.each_leaf(trees, pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
 
 
 @rule
 def resize(
+    trees: Trees,
     pattern: str,
     shape: Sequence[int],
     method: str = "linear",
     axis: int | None = None,
     skip: int = 0,
     antialias: bool = True,
-) -> Apply:
+) -> Node:
     """Interpolate arrays of floats, such as position embeddings: ``resize("pos_embedding", (24, 24), axis=1, skip=1)``.
 
     The values are those of ``jax.image.resize``, computed in float32 (float64 for float64) and rounded once to the
@@ -299,7 +294,7 @@ def resize(
 
         return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _each_number(pattern, changed, "floats")
+    return _each_number(trees, pattern, changed, "floats")
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:
@@ -316,7 +311,7 @@ def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bo
 
 
 @rule
-def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
+def apply(trees: Trees, pattern: str, function: Callable[[Any], Any]) -> Node:
     """Compute leaves with a function: ``apply("batch_stats", lambda value: value.mean(axis=0))``.
 
     Args:
@@ -339,12 +334,12 @@ def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
         return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
 
     return _edit_tree.each_leaf(
-        pattern, changed, "leaf", lambda leaf: isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
+        trees, pattern, changed, "leaf", lambda leaf: isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
     )
 
 
 @rule
-def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
+def wrap_key_data(trees: Trees, pattern: str, impl: str | None = None) -> Node:
     """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does.
 
     Args:
@@ -364,12 +359,12 @@ def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
     return _edit_tree.each_leaf(
-        pattern, changed, "array of uint32", lambda leaf: is_array(leaf) and leaf.dtype == np.uint32
+        trees, pattern, changed, "array of uint32", lambda leaf: is_array(leaf) and leaf.dtype == np.uint32
     )
 
 
 @rule
-def key_data(pattern: str) -> Apply:
+def key_data(trees: Trees, pattern: str) -> Node:
     """Turn typed PRNG keys into raw ones, arrays of uint32, as ``jax.random.key_data`` does.
 
     Args:
@@ -380,7 +375,7 @@ def key_data(pattern: str) -> Apply:
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
     return _edit_tree.each_leaf(
-        pattern, changed, "PRNG key", lambda leaf: isinstance(leaf, LeafHandle) and is_key(leaf)
+        trees, pattern, changed, "PRNG key", lambda leaf: isinstance(leaf, LeafHandle) and is_key(leaf)
     )
 
 
@@ -393,10 +388,10 @@ def _kind_of(dtype: np.dtype[Any]) -> str | None:
     return "complex numbers" if dtype.kind == "c" else None
 
 
-def _each_number(pattern: str, change: Callable[[Any, str, Node], Node], kind: str) -> Apply:
-    """Return the `apply` of a rule for arrays of one kind of numbers."""
+def _each_number(trees: Trees, pattern: str, change: Callable[[Any, str, Node], Node], kind: str) -> Node:
+    """Change the arrays of one kind of numbers; see `_edit_tree.each_leaf`."""
     return _edit_tree.each_leaf(
-        pattern, change, f"array of {kind}", lambda leaf: is_array(leaf) and _kind_of(leaf.dtype) == kind
+        trees, pattern, change, f"array of {kind}", lambda leaf: is_array(leaf) and _kind_of(leaf.dtype) == kind
     )
 
 

@@ -15,11 +15,11 @@ from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Trees, misfit, rule
 
 
 @rule
-def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
+def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) -> Node:
     """Stack numbered subtrees into one, as for ``nn.scan`` over layers: ``stack(r"layer_(\\d+)", "layers")``.
 
     Applies to all such layers side by side (in params, moments of the optimizer, …); each of their arrays gets a new
@@ -52,11 +52,11 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
         at, _ = _edit_tree.axis_of(axis, (*shape, 1))
         return at, (*shape[:at], 1, *shape[at:])
 
-    return _joining(pattern, into, number, row, widened)
+    return _joining(trees, pattern, into, number, row, widened)
 
 
 @rule
-def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
+def unstack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) -> Node:
     """Split subtrees into numbered ones, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
 
     Applies wherever the subtree occurs. Each of its arrays is sliced along the axis, and reads only the slice.
@@ -83,11 +83,11 @@ def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
             )
         return [into.replace("{}", str(first + number)) for number in range(count)]
 
-    return _dividing(pattern, axis, names, lambda _, count: [1] * count, squeeze=True)
+    return _dividing(trees, pattern, axis, names, lambda _, count: [1] * count, squeeze=True)
 
 
 @rule
-def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
+def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
     """Concatenate siblings into one subtree or leaf: ``fuse(["query", "key", "value"], "qkv")``.
 
     Args:
@@ -110,11 +110,11 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
         return _edit_tree.axis_of(axis, shape)[0], shape
 
     pattern = "|".join(map(re.escape, names))
-    return _joining(pattern, into, lambda _, match: [*names].index(match[0]), row, unchanged)
+    return _joining(trees, pattern, into, lambda _, match: [*names].index(match[0]), row, unchanged)
 
 
 @rule
-def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Apply:
+def split(trees: Trees, pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Node:
     """Split subtrees or leaves into several, the inverse of `fuse`: ``split("qkv", ["query", "key", "value"])``.
 
     Applies wherever it occurs. Each of its arrays is sliced along the axis; each part reads only its own data.
@@ -135,45 +135,41 @@ def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int
             raise ValueError(f"it has length {length} on the axis, which is not {parts}")
         return found
 
-    return _dividing(pattern, axis, lambda *_: into, lengths)
+    return _dividing(trees, pattern, axis, lambda *_: into, lengths)
 
 
 Part = Callable[[tuple[int, ...]], tuple[int, tuple[int, ...]]]
 Found = dict[Path, tuple[Path, re.Match[str]]]  # key path of a matching node → that of the branch above, and the match
 
 
-def _inner_first(pattern: str, change: Callable[[Node, Found], Node | None]) -> Apply:
-    """Return the `apply` of a rule that changes the nodes that match, first those in inner branches.
+def _inner_first(trees: Trees, pattern: str, change: Callable[[Node, Found], Node | None]) -> Node:
+    """Change the nodes that match, first those in inner branches.
 
     ``change`` takes a tree and what was found in branches of one depth; it returns None to leave all of that."""
-    names = _patterns.whole_names(pattern)
-
-    def apply(stored: Node, _: Node) -> Node:
-        tree, is_changed = stored, False
-        branches = sorted((path for path, _ in iter_branches(stored)), key=len, reverse=True)  # inner changes move none
-        for _depth, places in itertools.groupby(branches, len):
-            found = {
-                (*place, *level): (place, match)
-                for place in places
-                for level, match in _patterns.below(node_at(tree, place), place, names)
-            }
-            if found and (new := change(tree, found)) is not None:
-                tree, is_changed = new, True
-        if not is_changed:
-            raise TransformError(f"matches nothing in the checkpoint; {_patterns.near_names(pattern, stored)}")
-        return tree
-
-    return apply
+    names, tree, is_changed = _patterns.whole_names(pattern), trees.stored, False
+    branches = sorted((path for path, _ in iter_branches(tree)), key=len, reverse=True)  # inner changes move none
+    for _depth, places in itertools.groupby(branches, len):
+        found = {
+            (*place, *level): (place, match)
+            for place in places
+            for level, match in _patterns.below(node_at(tree, place), place, names)
+        }
+        if found and (new := change(tree, found)) is not None:
+            tree, is_changed = new, True
+    if not is_changed:
+        raise TransformError(f"matches nothing in the checkpoint; {_patterns.near_names(pattern, tree)}")
+    return tree
 
 
 def _joining(
+    trees: Trees,
     pattern: str,
     into: str,
     number: Callable[[Path, re.Match[str]], int],
     row: Callable[[Path, dict[int, Path]], list[Path]],
     part: Part,
-) -> Apply:
-    """Return the `apply` of a rule that joins rows of matching nodes into one each, in the place of the first.
+) -> Node:
+    """Join rows of matching nodes into one each, in the place of the first.
 
     ``row`` takes a branch and its nodes by number, and returns them in order, or none; ``part`` takes the shape of an
     array and returns the axis on which the arrays are concatenated, and the shape that it has then."""
@@ -198,7 +194,7 @@ def _joining(
 
         return _edit_tree.rebuild(tree, new_leaves) if rows else None
 
-    return _inner_first(pattern, joined)
+    return _inner_first(trees, pattern, joined)
 
 
 def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Node]]:
@@ -244,14 +240,15 @@ def _concatenated(leaves: list[Any], part: Part) -> Derived:
 
 
 def _dividing(
+    trees: Trees,
     pattern: str,
     axis: int,
     names: Callable[[Path, dict[Path, int]], Sequence[str]],
     sizes: Callable[[int, int], Sequence[int]],
     *,
     squeeze: bool = False,
-) -> Apply:
-    """Return the `apply` of a rule that divides the matching nodes on an axis, which goes with ``squeeze``.
+) -> Node:
+    """Divide the matching nodes on an axis, which goes with ``squeeze``.
 
     ``names`` takes a node's key path and the lengths of its arrays, ``sizes`` a length and the number of parts."""
 
@@ -281,7 +278,7 @@ def _dividing(
 
         return _edit_tree.rebuild(tree, new_leaves)
 
-    return _inner_first(pattern, divided)
+    return _inner_first(trees, pattern, divided)
 
 
 def _has_no_value(leaf: Node) -> bool:

@@ -17,11 +17,11 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined,
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
-from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, applied, misfit, named, rule
+from flax_ckpt_compat.rules._rule import Rule, Trees, applied, misfit, named, rule
 
 
 @rule
-def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | None = None) -> Apply:
+def rename(trees: Trees, pattern: str | Mapping[str, Replacement], replacement: Replacement | None = None) -> Node:
     """Rename wherever a pattern matches whole names of a key path: ``rename("Dense_0", "encoder")``.
 
     Args:
@@ -39,30 +39,26 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
     fills = [*map(_patterns.filled, names, given.values())]
     plain = {text: number for number, text in enumerate(given) if text == literal(text) and "/" not in text}
     searched = [number for number, text in enumerate(given) if text not in plain]
+    unmatched = dict(enumerate(given))
 
-    def apply(stored: Node, _: Node) -> Node:
-        unmatched = dict(enumerate(given))
+    def renamed(path: Path) -> tuple[Path]:
+        new: list[str] = []
+        done = 0
+        for number, first, after, match in _patterns.matches(names, path, plain, searched):
+            unmatched.pop(number, None)
+            new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
+            done = after
+        return ((*new, *path[done:]),)
 
-        def renamed(path: Path) -> tuple[Path]:
-            new: list[str] = []
-            done = 0
-            for number, first, after, match in _patterns.matches(names, path, plain, searched):
-                unmatched.pop(number, None)
-                new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
-                done = after
-            return ((*new, *path[done:]),)
-
-        tree = _edit_tree.remap(stored, renamed)
-        for text in unmatched.values():
-            what = "nothing that other patterns leave" if len(given) > 1 else "nothing in the checkpoint"
-            raise TransformError(f"{text!r} matches {what}; {_patterns.near_names(text, stored)}")
-        return tree
-
-    return apply
+    tree = _edit_tree.remap(trees.stored, renamed)
+    for text in unmatched.values():
+        what = "nothing that other patterns leave" if len(given) > 1 else "nothing in the checkpoint"
+        raise TransformError(f"{text!r} matches {what}; {_patterns.near_names(text, trees.stored)}")
+    return tree
 
 
 @rule
-def move(source: str, to: Replacement) -> Apply:
+def move(trees: Trees, source: str, to: Replacement) -> Node:
     """Move subtrees or leaves: ``move("model/params", "params")``, ``move("(.*)/attn/qkv", r"\\1/qkv")``.
 
     Args:
@@ -70,11 +66,12 @@ def move(source: str, to: Replacement) -> Apply:
         to: key path of the destination, as in ``re.sub``; an existing subtree is merged. Empty makes ``source`` the
             whole tree and drops all else, as in ``move("params", "")``: parameters only, for inference.
     """
-    return _relocated(source, to, stays=False)
+    ends = _destinations(trees, source, to)
+    return _moved(trees.stored, ends, drops_rest=() in ends.values())
 
 
 @rule
-def copy(source: str, to: Replacement) -> Apply:
+def copy(trees: Trees, source: str, to: Replacement) -> Node:
     """Copy subtrees or leaves, such as parameters for a new EMA: ``copy("params", "ema_params")``.
 
     Args:
@@ -82,22 +79,18 @@ def copy(source: str, to: Replacement) -> Apply:
         to: key path of the copy, as in ``re.sub``; the values are read once and share no memory. A Python number
             becomes an array where the target has one: ``copy("step", "opt_state/1/count")`` lets a new schedule go on.
     """
-    return _relocated(source, to, stays=True)
+    ends = _destinations(trees, source, to)
+    tree = _moved(trees.stored, ends, stays=True)
+    for start, end in ends.items():
+        if (number := _as_array(node_at(trees.stored, start), node_at(trees.target, end))) is not None:
+            tree = _edit_tree.put(tree, end, number)
+    return tree
 
 
-def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
+def _destinations(trees: Trees, source: str, to: Replacement) -> dict[Path, Path]:
     fill = _patterns.filled(_patterns.compiled(source), to)
-
-    def apply(stored: Node, target: Node) -> Node:
-        found = _patterns.select(stored, [source])
-        ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
-        tree = _moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
-        for start, end in ends.items():
-            number = _as_array(node_at(stored, start), node_at(target, end)) if stays else None
-            tree = tree if number is None else _edit_tree.put(tree, end, number)
-        return tree
-
-    return apply
+    found = _patterns.select(trees.stored, [source])
+    return {start: _patterns.destination(fill(match), trees.target, trees.stored) for start, match in found.items()}
 
 
 def _moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
@@ -123,23 +116,20 @@ def _as_array(leaf: Node, wanted: Node) -> Derived | None:
 
 
 @rule
-def drop(*patterns: str) -> Apply:
+def drop(trees: Trees, *patterns: str) -> Node:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``.
 
     Args:
         patterns: of whole key paths in the checkpoint.
     """
-    _patterns.check(patterns)
-
-    def apply(stored: Node, _: Node) -> Node:
-        dropped = _patterns.select(stored, patterns)
-        return _edit_tree.remap(stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path])
-
-    return apply
+    dropped = _patterns.select(trees.stored, _patterns.some(patterns))
+    return _edit_tree.remap(
+        trees.stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path]
+    )
 
 
 @rule
-def wrap(name: str, at: str = "") -> Apply:
+def wrap(trees: Trees, name: str, at: str = "") -> Node:
     """Move the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
 
     Args:
@@ -147,34 +137,22 @@ def wrap(name: str, at: str = "") -> Apply:
         at: pattern of whole key paths of subtrees in the checkpoint; empty for the whole tree.
     """
     levels = _patterns.new_names(name)
-    _patterns.compiled(at)
-
-    def apply(stored: Node, _: Node) -> Node:
-        starts = _patterns.select(stored, [at])
-        return _moved_children(stored, {start: (*start, *levels) for start in starts})
-
-    return apply
+    return _moved_children(trees.stored, {start: (*start, *levels) for start in _patterns.select(trees.stored, [at])})
 
 
 @rule
-def unwrap(name: str, at: str = "") -> Apply:
+def unwrap(trees: Trees, name: str, at: str = "") -> Node:
     """Remove a level, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
     Args:
         name: pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place.
         at: pattern of whole key paths of the subtrees that hold it; empty for the whole tree.
     """
-    for pattern in (name, at):
-        _patterns.compiled(pattern)
-
-    def apply(stored: Node, _: Node) -> Node:
-        ends: dict[Path, Path] = {}
-        for start in _patterns.select(stored, [at]):
-            levels = _patterns.select(node_at(stored, start), [name], whose=show_path(start))
-            ends |= {(*start, *level): start for level in levels}
-        return _moved_children(stored, ends)
-
-    return apply
+    ends: dict[Path, Path] = {}
+    for start in _patterns.select(trees.stored, [at]):
+        levels = _patterns.select(node_at(trees.stored, start), [name], whose=show_path(start))
+        ends |= {(*start, *level): start for level in levels}
+    return _moved_children(trees.stored, ends)
 
 
 def _moved_children(stored: Node, ends: dict[Path, Path]) -> Node:
@@ -186,7 +164,7 @@ def _moved_children(stored: Node, ends: dict[Path, Path]) -> Node:
 
 
 @rule
-def nest(separator: str = "/", at: str = "") -> Apply:
+def nest(trees: Trees, separator: str = "/", at: str = "") -> Node:
     """Split names that hold a whole key path into levels: with ``nest(".")``, ``a.b.c`` becomes ``a/b/c``.
 
     Args:
@@ -195,49 +173,40 @@ def nest(separator: str = "/", at: str = "") -> Apply:
     """
     if not separator:
         raise TransformError("the separator is empty")
-    _patterns.compiled(at)
-
-    def apply(stored: Node, _: Node) -> Node:
-        ends: dict[Path, Path] = {}
-        for start in _patterns.select(stored, [at]):
-            for path, _leaf in iter_leaves(node_at(stored, start)):
-                if any(separator in name for name in path):
-                    parts = (part for name in path for part in filter(None, name.split(separator)))
-                    ends[(*start, *path)] = (*start, *parts)
-        if not ends:
-            near = _patterns.near_names(separator, stored)
-            raise TransformError(f"no name in the checkpoint has {separator!r} in it; {near}")
-        return _moved(stored, ends)
-
-    return apply
+    ends: dict[Path, Path] = {}
+    for start in _patterns.select(trees.stored, [at]):
+        for path, _ in iter_leaves(node_at(trees.stored, start)):
+            if any(separator in name for name in path):
+                parts = (part for name in path for part in filter(None, name.split(separator)))
+                ends[(*start, *path)] = (*start, *parts)
+    if not ends:
+        near = _patterns.near_names(separator, trees.stored)
+        raise TransformError(f"no name in the checkpoint has {separator!r} in it; {near}")
+    return _moved(trees.stored, ends)
 
 
 @rule
-def from_target(*patterns: str) -> Apply:
+def from_target(trees: Trees, *patterns: str) -> Node:
     """Keep the target's own values, whatever is stored: ``from_target("batch_stats", ".*/lora_[ab]")``.
 
     Args:
         patterns: of whole key paths of subtrees or leaves in the target.
     """
-    _patterns.check(patterns)
-
-    def apply(stored: Node, target: Node) -> Node:
-        for path in _patterns.select(target, patterns, whose="the target"):
-            own = map_leaves(lambda _, __: Own.KEEP_TARGET, node_at(target, path))
-            stored = _edit_tree.put(stored, path, own)
-        return stored
-
-    return apply
+    tree = trees.stored
+    for path in _patterns.select(trees.target, _patterns.some(patterns), whose="the target"):
+        tree = _edit_tree.put(tree, path, map_leaves(lambda *_: Own.KEEP_TARGET, node_at(trees.target, path)))
+    return tree
 
 
 @rule
 def from_checkpoint(
+    trees: Trees,
     path: str | os.PathLike[str],
     *patterns: str,
     step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     transforms: Sequence[Rule] = (),
-) -> Apply:
+) -> Node:
     """Take subtrees from another checkpoint, of any format: ``from_checkpoint("runs/b", "params/head")``.
 
     Only the leaves that are needed are read, all in one restore. Nothing of these subtrees is taken from the first
@@ -254,29 +223,19 @@ def from_checkpoint(
         CheckpointNotFoundError: when applied: there is no such checkpoint.
         CheckpointError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
-    _patterns.check(patterns)
-    where, prefix = as_text(path), as_text(prefix, "prefix")
-    if not isinstance(transforms, list | tuple) or not all(isinstance(one, Rule) for one in transforms):
-        raise TransformError(f"transforms= is a list of rules, found {transforms!r:.100}")
-
-    def apply(stored: Node, target: Node, open_tree: OpenTree) -> Node:
-        located, other = open_tree(where, step, prefix)
-        other = map_leaves(lambda _, leaf: _named_after(leaf, located), other)
-        for one in transforms:
-            other = one.apply_to(other, target, open_tree)
-        whole, whose = (other, located) if target is None else (target, "the target")
-        for place in _patterns.select(whole, patterns, whose=whose):
-            start = next(_patterns.paths_of(other, joined(place)), None)
-            if start is None:
-                shown = show_path(place)
-                near = _patterns.near_names(shown, other)
-                raise TransformError(f"{located} has no {shown}; {near}", leaf=shown)
-            stored = _edit_tree.put(stored, place, node_at(other, start))
-        return stored
-
-    # The decorator passes it on to the rule.
-    apply.opens = ((where, prefix), *(other for one in transforms for other in one.opens))  # type: ignore[attr-defined]
-    return apply
+    tree, target, open_tree = trees
+    located, other = open_tree(as_text(path), step, as_text(prefix, "prefix"))
+    other = map_leaves(lambda _, leaf: _named_after(leaf, located), other)
+    for one in transforms:
+        other = one.apply_to(other, target, open_tree)
+    whole, whose = (other, located) if target is None else (target, "the target")
+    for place in _patterns.select(whole, _patterns.some(patterns), whose=whose):
+        start = next(_patterns.paths_of(other, joined(place)), None)
+        if start is None:
+            shown = show_path(place)
+            raise TransformError(f"{located} has no {shown}; {_patterns.near_names(shown, other)}", leaf=shown)
+        tree = _edit_tree.put(tree, place, node_at(other, start))
+    return tree
 
 
 def _named_after(leaf: Any, located: str) -> Any:
@@ -294,35 +253,36 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
     name = "".join(("{", ", ".join(f"{new!r}: {old!r}" for new, old in mapping.items()), "}"))
     with named(name):
         fills = {new: _patterns.filled(_patterns.compiled(new), old) for new, old in mapping.items()}
+    return Rule(name, applied(name, _from_names, fills))
 
-    def apply(stored: Node, target: Node) -> Node:
-        if target is None:
-            raise TransformError("maps names of a target, and there is none; use rules.rename or rules.move")
-        sources: dict[Path, Path] = {}  # by place in the target
-        keys: dict[Path, str] = {}  # by place, the last of those that match it
-        for new, fill in fills.items():
-            for place, match in _patterns.select(target, [new], whose="the target").items():
-                old = fill(match)
-                found = [*_patterns.paths_of(stored, old)]
-                found = found or [*_patterns.paths_of(stored, old.replace(r"\/", "/"))]
-                if len(found) != 1:
-                    problem = f"means {len(found)} things" if found else "is not stored"
-                    near = _patterns.near_names(old, stored)
-                    raise TransformError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
-                sources[place], keys[place] = found[0], new
-        if idle := fills.keys() - set(keys.values()):
-            shown = show_path(next(iter(_patterns.select(target, [min(idle)]))))
-            raise TransformError(f"{min(idle)!r} matches only what later keys match, too; leave it out", leaf=shown)
-        tree = stored
-        for place in sorted(sources, key=len):
-            tree = _edit_tree.put(tree, place, node_at(stored, sources[place]))
-        # What was taken and has no place of its own in the target is used, and gone from its old place.
-        wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
-        def stays(path: Path) -> bool:
-            was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, sources))
-            return path in wanted or not was_taken or has_place
+def _from_names(trees: Trees, fills: Mapping[str, _patterns.Fill]) -> Node:
+    stored, target, _ = trees
+    if target is None:
+        raise TransformError("maps names of a target, and there is none; use rules.rename or rules.move")
+    sources: dict[Path, Path] = {}  # by place in the target
+    keys: dict[Path, str] = {}  # by place, the last of those that match it
+    for new, fill in fills.items():
+        for place, match in _patterns.select(target, [new], whose="the target").items():
+            old = fill(match)
+            found = [*_patterns.paths_of(stored, old)]
+            found = found or [*_patterns.paths_of(stored, old.replace(r"\/", "/"))]
+            if len(found) != 1:
+                problem = f"means {len(found)} things" if found else "is not stored"
+                near = _patterns.near_names(old, stored)
+                raise TransformError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
+            sources[place], keys[place] = found[0], new
+    if idle := fills.keys() - set(keys.values()):
+        shown = show_path(next(iter(_patterns.select(target, [min(idle)]))))
+        raise TransformError(f"{min(idle)!r} matches only what later keys match, too; leave it out", leaf=shown)
+    tree = stored
+    for place in sorted(sources, key=len):
+        tree = _edit_tree.put(tree, place, node_at(stored, sources[place]))
+    # What was taken and has no place of its own in the target is used, and gone from its old place.
+    wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
-        return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])
+    def stays(path: Path) -> bool:
+        was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, sources))
+        return path in wanted or not was_taken or has_place
 
-    return Rule(name, applied(name, apply))
+    return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])

@@ -7,7 +7,7 @@ from flax_ckpt_compat._core.steps import linen_names
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Trees, misfit, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
 _MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
@@ -15,34 +15,29 @@ _MOMENTS[frozenset(("momentum",))] = {"momentum": "trace"}
 
 
 @rule
-def pre_linen(at: str = "params") -> Apply:
+def pre_linen(trees: Trees, at: str = "params") -> Node:
     """Rename pre-linen modules to linen's names, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
     Args:
         at: pattern of whole key paths in the checkpoint; with moments of an optimizer
             ``"params|opt_state/0/[mn]u"``.
     """
-    _patterns.compiled(at)
+    new: dict[Path, dict[str, str]] = {}  # by key path of a module, the names in it
+    for start in _patterns.select(trees.stored, [at]):
+        modules = iter_branches(node_at(trees.stored, start), start)
+        found = {path: linen_names(module.children) for path, module in modules}
+        if all(name == other for names in found.values() for name, other in names.items()):
+            raise misfit(start, "has names that are linen's already; leave the rule out")
+        new |= found
 
-    def apply(stored: Node, _: Node) -> Node:
-        new: dict[Path, dict[str, str]] = {}  # by key path of a module, the names in it
-        for start in _patterns.select(stored, [at]):
-            modules = iter_branches(node_at(stored, start), start)
-            found = {path: linen_names(module.children) for path, module in modules}
-            if all(name == other for names in found.values() for name, other in names.items()):
-                raise misfit(start, "has names that are linen's already; leave the rule out")
-            new |= found
+    def renamed(path: Path) -> Path:
+        return tuple(new.get(path[:end], {}).get(name, name) for end, name in enumerate(path))
 
-        def renamed(path: Path) -> Path:
-            return tuple(new.get(path[:end], {}).get(name, name) for end, name in enumerate(path))
-
-        return _edit_tree.remap(stored, lambda path: [renamed(path)])
-
-    return apply
+    return _edit_tree.remap(trees.stored, lambda path: [renamed(path)])
 
 
 @rule
-def pre_optax() -> Apply:
+def pre_optax(trees: Trees) -> Node:
     """Convert a checkpoint of ``flax.optim``, whose optimizer held the parameters, to a train state.
 
     The parameters go to ``params``, and the optimizer's step to ``step`` (unless there is one) and to the counts of the
@@ -53,39 +48,36 @@ def pre_optax() -> Apply:
     Raises:
         TransformError: when applied: there is no such ``optimizer``, or moments would fit in several places.
     """
+    stored, target, _ = trees
+    start = _optimizer(stored)
+    # It may hold the dict of all collections, including ``params``, unlike the target's.
+    is_nested = isinstance(node_at(stored, (*start, "target", "params")), Branch)
+    is_nested = is_nested and node_at(target, ("params", "params")) is None
+    has_target = isinstance(target, Branch)
+    keeps_step = "step" not in stored.children and (not has_target or "step" in target.children)
 
-    def apply(stored: Node, target: Node) -> Node:
-        start = _optimizer(stored)
-        # It may hold the dict of all collections, including ``params``, unlike the target's.
-        is_nested = isinstance(node_at(stored, (*start, "target", "params")), Branch)
-        is_nested = is_nested and node_at(target, ("params", "params")) is None
-        has_target = isinstance(target, Branch)
-        keeps_step = "step" not in stored.children and (not has_target or "step" in target.children)
+    def new_paths(path: Path) -> list[Path]:
+        match path[len(start) :] if path[: len(start)] == start else ():
+            case ("target", *below):
+                return [tuple(below) if is_nested else ("params", *below)]
+            case ("state", "step"):
+                return [("step",)] if keeps_step else []
+            case ("state", "param_states", *below):
+                parameter = below[1:-1] if is_nested and below[:1] == ["params"] else below[:-1]
+                return _moment_paths(stored, target, path, tuple(parameter))
+        return [path]
 
-        def new_paths(path: Path) -> list[Path]:
-            match path[len(start) :] if path[: len(start)] == start else ():
-                case ("target", *below):
-                    return [tuple(below) if is_nested else ("params", *below)]
-                case ("state", "step"):
-                    return [("step",)] if keeps_step else []
-                case ("state", "param_states", *below):
-                    parameter = below[1:-1] if is_nested and below[:1] == ["params"] else below[:-1]
-                    return _moment_paths(stored, target, path, tuple(parameter))
-            return [path]
-
-        tree = _edit_tree.remap(stored, new_paths)
-        step = node_at(stored, (*start, "state", "step"))
-        for path, branch in iter_branches(node_at(target, ("opt_state",)), ("opt_state",)):
-            has_moments = branch.children.keys() == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
-            if not branch.children and node_at(tree, path) is None:
-                tree = _edit_tree.put(tree, path, branch)  # a state without values, such as EmptyState
-            elif step is not None and (has_moments or branch.children.keys() == {"count"}):
-                tree = _edit_tree.put(tree, (*path, "count"), step)
-        if not has_target and step is not None and node_at(tree, ("opt_state", "0", "mu")):
-            tree = _edit_tree.put(tree, ("opt_state", "0", "count"), step)
-        return tree
-
-    return apply
+    tree = _edit_tree.remap(stored, new_paths)
+    step = node_at(stored, (*start, "state", "step"))
+    for path, branch in iter_branches(node_at(target, ("opt_state",)), ("opt_state",)):
+        has_moments = branch.children.keys() == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
+        if not branch.children and node_at(tree, path) is None:
+            tree = _edit_tree.put(tree, path, branch)  # a state without values, such as EmptyState
+        elif step is not None and (has_moments or branch.children.keys() == {"count"}):
+            tree = _edit_tree.put(tree, (*path, "count"), step)
+    if not has_target and step is not None and node_at(tree, ("opt_state", "0", "mu")):
+        tree = _edit_tree.put(tree, ("opt_state", "0", "count"), step)
+    return tree
 
 
 def _optimizer(stored: Node) -> Path:

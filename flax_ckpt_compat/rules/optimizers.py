@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_bran
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._edit_tree import is_empty, leaves_of
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Trees, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
 _FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
@@ -23,7 +23,9 @@ _NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
 
 @rule
-def optimizer_state(at: str = "opt_state", stored_at: str | None = None, subtree: str | None = None) -> Apply:
+def optimizer_state(
+    trees: Trees, at: str = "opt_state", stored_at: str | None = None, subtree: str | None = None
+) -> Node:
     """Carry over the optimizer's state of parameters that still exist; others keep the target's.
 
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
@@ -53,37 +55,32 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None, subtree
         TransformError: when applied: the target or the checkpoint has no such path, no stored state fits the
             target's, several fit equally well, or the checkpoint's own at ``at`` would be lost.
     """
-    source = at if stored_at is None else stored_at
-    for pattern in (at, source):
-        _patterns.compiled(pattern)
+    stored, target, _ = trees
+    at_path = _place(target, at, "the target")
+    start = _place(stored, at if stored_at is None else stored_at, "the checkpoint")
+    is_elsewhere = at_path[: len(start)] != start and start[: len(at_path)] != at_path
+    own, old = node_at(target, at_path), node_at(stored, start)
+    if subtree is not None:
+        old = _in_part(old, own, _patterns.new_names(subtree))
+    wanted, branches = list(_target_states(own)), list(iter_branches(old))
+    taken: dict[Path, Node] = {}
+    for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
+        group = [state for state in wanted if state.node.children.keys() == fields]
+        similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
+        taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
+    if not taken:
+        raise TransformError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
+    if is_elsewhere:
+        _refuse_loss(stored, at_path, start)
 
-    def apply(stored: Node, target: Node) -> Node:
-        at_path, start = _place(target, at, "the target"), _place(stored, source, "the checkpoint")
-        is_elsewhere = at_path[: len(start)] != start and start[: len(at_path)] != at_path
-        own, old = node_at(target, at_path), node_at(stored, start)
-        if subtree is not None:
-            old = _in_part(old, own, _patterns.new_names(subtree))
-        wanted, branches = list(_target_states(own)), list(iter_branches(old))
-        taken: dict[Path, Node] = {}
-        for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
-            group = [state for state in wanted if state.node.children.keys() == fields]
-            similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
-            taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
-        if not taken:
-            raise TransformError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
-        if is_elsewhere:
-            _refuse_loss(stored, at_path, start)
+    def new_leaf(path: Path, leaf: Node) -> Node:
+        if isinstance(leaf, Branch):
+            return leaf
+        # What earlier rules have put there goes first.
+        given = node_at(stored, (*at_path, *path)) if is_elsewhere and leaf is not None else None
+        return given if isinstance(given, LeafHandle | Derived) else taken.get(path, Own.KEEP_TARGET)
 
-        def new_leaf(path: Path, leaf: Node) -> Node:
-            if isinstance(leaf, Branch):
-                return leaf
-            # What earlier rules have put there goes first.
-            given = node_at(stored, (*at_path, *path)) if is_elsewhere and leaf is not None else None
-            return given if isinstance(given, LeafHandle | Derived) else taken.get(path, Own.KEEP_TARGET)
-
-        return _edit_tree.put(stored, at_path, map_leaves(new_leaf, own))
-
-    return apply
+    return _edit_tree.put(stored, at_path, map_leaves(new_leaf, own))
 
 
 def _place(tree: Node, pattern: str, whose: str) -> Path:

@@ -531,7 +531,7 @@ def test_the_other_checkpoint_is_replaced_meanwhile(path: str, tmp_path: Path, u
 def test_bad_transforms_of_another_checkpoint(other: str) -> None:
     """What is not a list of rules is refused where it is written."""
     for given in (rules.rename("a", "b"), [{"a": "b"}], {"a": "b"}, [3]):
-        with pytest.raises(errors.TransformError, match="transforms= is a list of rules"):
+        with pytest.raises(errors.TransformError, match="transforms is a list of rules"):
             rules.from_checkpoint(other, "params/head", transforms=given)  # type: ignore[arg-type]
 
 

@@ -254,9 +254,9 @@ def test_arguments_of_wrong_types(wrong: Any) -> None:
     more |= {rules.move: ["x"], rules.copy: ["x"]}
     for name, made in calls.items():
         for make in made:
-            takes_mapping = make is rules.rename and wrong == {}
-            with pytest.raises(TransformError, match="expected a" if takes_mapping else f": {name} is .*, found "):
-                make(wrong, *more.get(make, []))
+            if make is not rules.rename or wrong != {}:  # which takes a mapping
+                with pytest.raises(TransformError, match=f": {name} is .*, found "):
+                    make(wrong, *more.get(make, []))
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4)

@@ -188,6 +188,6 @@ SENSELESS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("make", "message"), SENSELESS)
 def test_senseless_arguments(make: Any, message: str) -> None:
-    """They are errors when the rule is made, not hours later, when the checkpoint is there."""
+    """They are errors at the latest when the rule is applied, before anything is read."""
     with pytest.raises(TransformError, match=message):
-        make()
+        make().apply(stored(SMALL), state_dict.describe(TARGET))
