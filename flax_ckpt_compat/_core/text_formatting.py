@@ -7,10 +7,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import heapq
-import itertools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -119,44 +118,21 @@ def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
     for row in rows:
         literals = tuple(tuple(_NUMBER.split(name)[::2]) for name in row.names)
         alike.setdefault((literals, row.detail), []).append(row)
-    return [pair for group in alike.values() for pair in _products(group)]
+    return [(_folded(group), group) for group in alike.values()]
 
 
-def _products(group: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
-    """Cover rows that are alike but for numbers with products of sets of numbers; yield each with its rows."""
-    columns = list(zip(*(_NUMBER.findall("/".join(row.names)) for row in group), strict=True))
-    # Equal columns, such as those of a leaf's path and its source's, count as one.
-    distinct = list(dict.fromkeys(columns))
-    products: dict[tuple[tuple[str, ...], ...], list[int]] = {}
-    for row in range(len(group)):
-        products.setdefault(tuple((column[row],) for column in distinct), []).append(row)
-    for at in reversed(range(len(distinct))):
-        joined: dict[Any, list[tuple[str, ...]]] = {}  # products that differ only in this column
-        for product in products:
-            joined.setdefault((product[:at], product[at + 1 :]), []).append(product[at])
-        products = {
-            (*before, tuple(sorted(itertools.chain(*sets))), *after): [
-                row for one in sets for row in products[(*before, one, *after)]
-            ]
-            for (before, after), sets in joined.items()
-        }
-    for product, members in products.items():
-        texts = dict(zip(distinct, map(_set, product), strict=True))
-        filled = iter([texts[column] for column in columns])
-        names = tuple(_filled(name, filled) for name in group[0].names)
-        yield Row(names, group[0].detail, len(members)), [group[row] for row in sorted(members)]
+def _folded(group: list[Row]) -> Row:
+    """Return one row for rows that are alike but for numbers, with the set of these in each place."""
+    sets = map(_set, zip(*(_NUMBER.findall("/".join(row.names)) for row in group), strict=True))
+    names = tuple(_NUMBER.sub(lambda _: next(sets), name) for name in group[0].names)
+    return Row(names, group[0].detail, len(group))
 
 
-def _filled(name: str, texts: Iterator[str]) -> str:
-    """Return a name with the next of the texts in place of each number."""
-    return _NUMBER.sub(lambda _: next(texts), name)
-
-
-def _set(numbers: tuple[str, ...]) -> str:
+def _set(numbers: Iterable[str]) -> str:
     """Format a set of numbers as ``7``, ``{0..23}`` or ``{0,2,4}``."""
-    if len(numbers) == 1:
-        return numbers[0]
-    ordered = sorted(numbers, key=lambda text: (int(text), text))
+    ordered = sorted(set(numbers), key=lambda text: (int(text), text))
+    if len(ordered) == 1:
+        return ordered[0]
     runs = [[text for _, text in run] for _, run in groupby(enumerate(ordered), lambda one: int(one[1]) - one[0])]
     words = [text for run in runs for text in ([f"{run[0]}..{run[-1]}"] if len(run) > 2 else run)]
     if len(words) > _MAX_RUNS:
@@ -190,8 +166,7 @@ def _are_akin(ours: list[str], theirs: list[str]) -> bool:
         for end in (0, -1):
             while left and right and left[end] == right[end]:
                 del left[end], right[end]
-        matcher = difflib.SequenceMatcher(None, "/".join(left), "/".join(right))
-        if not left or not right or (matcher.quick_ratio() >= _AKIN and matcher.ratio() >= _AKIN):
+        if not left or not right or difflib.SequenceMatcher(None, "/".join(left), "/".join(right)).ratio() >= _AKIN:
             return True
     return False
 
