@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
 from . import format
@@ -20,7 +20,7 @@ _ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 def check_tree(tree: Node) -> None:
     """Raise UnsupportedLeafError if a msgpack file cannot hold a leaf or a name of a tree."""
-    supported = Memo(_is_supported)
+    supported = functools.cache(_is_supported)
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
         path, node = stack.pop()
@@ -32,7 +32,7 @@ def check_tree(tree: Node) -> None:
             kind = type(child)  # fast paths for what almost all leaves are
             if kind in _ALWAYS_PLAIN or (kind is int and -(2**63) <= child < 2**64):
                 continue
-            if not ((kind is np.ndarray or kind is HostCopy) and supported[child.dtype]):
+            if not ((kind is np.ndarray or kind is HostCopy) and supported(child.dtype)):
                 stack.append(((*path, name), child))
 
 

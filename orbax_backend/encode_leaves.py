@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from flax_ckpt_compat._core import array_boxes, tree
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable, zarr_name
 from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredArray, is_jax_array, show_path
@@ -85,18 +85,18 @@ class Encoder:
 
     def __init__(self, multiprocess: bool) -> None:
         self._multiprocess = multiprocess
-        self._is_plain = Memo(_is_plain)
+        self._is_plain = functools.cache(_is_plain)
         self._jax_types: set[type] = set()
         # Sharding → the first equal one, and shape → (write_shape, spread).
-        self._shardings = Memo[tuple[Any, dict[Any, tuple[tuple[int, ...], bool]]]](lambda sharding: (sharding, {}))
+        self._shardings = functools.cache(lambda sharding: (sharding, dict[Any, tuple[tuple[int, ...], bool]]()))
 
     def encode(self, leaf: Any, path: Path) -> EncodedLeaf:
         """Return what the function `encode` does, quickly for plain arrays."""
         kind = type(leaf)
-        if kind is np.ndarray and self._is_plain[leaf.dtype] and leaf.ndim <= MAX_RANK:
+        if kind is np.ndarray and self._is_plain(leaf.dtype) and leaf.ndim <= MAX_RANK:
             return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
-        if kind in self._jax_types and self._is_plain[dtype := leaf.dtype]:
-            sharding, parts = self._shardings.of(leaf.sharding)
+        if kind in self._jax_types and self._is_plain(dtype := leaf.dtype):
+            sharding, parts = self._shardings(leaf.sharding)
             known = parts.get(shape := leaf.shape)
             if known is not None:
                 return EncodedLeaf(JAX_ARRAY, dtype, shape, leaf, None, sharding, *known)
@@ -104,7 +104,7 @@ class Encoder:
         if is_jax_array(leaf):
             # A sharding of one process is stored as another one, so it never gets here as a leaf's own.
             self._jax_types.add(kind)
-            self._shardings[stored.sharding][1][stored.shape] = stored.write_shape, stored.spans_processes
+            self._shardings(stored.sharding)[1][stored.shape] = stored.write_shape, stored.spans_processes
         return stored
 
 

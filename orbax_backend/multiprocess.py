@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import operator
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError, MultiprocessSaveError, StorageError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
@@ -103,10 +103,10 @@ def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[t
 
 def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
-    keys_of = Memo(lambda described: list(metadata_of(*described, encoding)[1].keys()))
+    keys_of = functools.cache(lambda *described: list(metadata_of(*described, encoding)[1].keys()))
     for entry, stored in plan.arrays:
         prefix = layout.key_prefix(entry.name)
-        for key in (encoding.metadata_file, *keys_of[stored.shape, stored.write_shape, stored.dtype]):
+        for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):
             if (prefix + key).encode() not in entries:
                 leaf = show_path(entry.path)
                 raise _incomplete(location, f"the value {prefix + key!r} of the leaf {leaf!r} is missing")
@@ -131,14 +131,15 @@ def _name_of(process: int, upload: Upload | None) -> str:
 
 def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
-    texts, numbers, dtypes = Memo(sharding_text), dict[str | None, int](), Memo(operator.attrgetter("name"))
+    texts, numbers = functools.cache(sharding_text), dict[str | None, int]()
+    dtypes = functools.cache(operator.attrgetter("name"))
     spread = []
     for entry, stored in plan.arrays:
         if stored.spans_processes:
             # Texts of shardings list all device ids, and few of them are distinct.
-            number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
+            number = numbers.setdefault(texts(stored.sharding), len(numbers))
             spread.append(
-                (entry.name, dtypes[stored.dtype], stored.shape, stored.write_shape, str(stored.annotation), number)
+                (entry.name, dtypes(stored.dtype), stored.shape, stored.write_shape, str(stored.annotation), number)
             )
     return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
 

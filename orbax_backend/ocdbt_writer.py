@@ -22,7 +22,6 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.array_boxes import Box, Shape, full_box
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import new_file
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, MANIFEST, key_prefix
@@ -93,12 +92,12 @@ class Database:
         self._batch, self._batch_nbytes, self._n_batches = list[Value](), 0, 0
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
         self._inline: list[Entry] = []  # what lies in the index
-        self._forms = Memo(functools.partial(_form, encoding))
+        self._forms = functools.cache(functools.partial(_form, encoding))
         self._known_cells: dict[Any, list[_Cells]] = {}
 
     def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
         """Add one array, or its shards in this process; its memory must not change before the database is finished."""
-        form, prefix = self._forms[stored.shape, stored.write_shape, stored.dtype], key_prefix(name)
+        form, prefix = self._forms((stored.shape, stored.write_shape, stored.dtype)), key_prefix(name)
         encoding, info = form.encoding, form.info
         if is_primary:
             self._inline.append(((prefix + encoding.metadata_file).encode(), form.text))

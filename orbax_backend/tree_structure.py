@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path
@@ -131,7 +130,7 @@ def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
     if not isinstance(tree, dict):
         raise corrupt(file, "it has no object tree_metadata")
     rows: list[tuple[Any, ...]] = []
-    checked = Memo(_KINDS.issuperset)  # by the kinds of all names of a path, of which there are few
+    checked = functools.cache(_KINDS.issuperset)  # by the kinds of all names of a path, of which there are few
     for key, entry in tree.items():
         try:
             parts, value = entry["key_metadata"], entry["value_metadata"]
@@ -139,7 +138,7 @@ def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
             name, value_type = layout.leaf_name(path), value["value_type"]
             if not name.isascii():
                 name.encode()
-            known = checked[kinds] and type(value_type) is str
+            known = checked(kinds) and type(value_type) is str
             skipped, write_shape = bool(value.get("skip_deserialize")), value.get("write_shape")
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error

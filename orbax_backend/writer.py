@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from typing import Any
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError, is_of_handler
-from flax_ckpt_compat._core.jax_shards import Memo, start_transfer
+from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
@@ -188,20 +189,20 @@ def _tree_metadata(plan: SavePlan, *, zarr3: bool) -> dict[str, Any]:
 
 def _shardings(plan: SavePlan) -> dict[str, str]:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    encoder = Memo(sharding_text)
-    texts = [(name, encoder.of(stored.sharding)) for name, stored in plan.jax_arrays]
+    encoder = functools.cache(sharding_text)
+    texts = [(name, encoder(stored.sharding)) for name, stored in plan.jax_arrays]
     return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in texts if text is not None}
 
 
 def _array_metadatas(plan: SavePlan, chunk_bytes: int) -> dict[str, Any]:
     """Return the content of ``array_metadatas/process_N``; ``chunk_bytes`` is the limit of chunks."""
-    chunks, arrays = Memo(lambda key: chunk_shape(key[0], key[1], key[2], chunk_bytes)), []
+    chunks, arrays = functools.cache(functools.partial(chunk_shape, limit=chunk_bytes)), []
     for name, stored in plan.jax_arrays:
         impl = stored.annotation.impl if stored.annotation else None
         array = {
             "param_name": name,
             "write_shape": stored.write_shape,
-            "chunk_shape": chunks[stored.shape, stored.write_shape, stored.dtype.itemsize],
+            "chunk_shape": chunks(stored.shape, stored.write_shape, stored.dtype.itemsize),
             "ext_metadata": {"random_key_impl": impl} if impl else None,
         }
         arrays.append({"array_metadata": array})

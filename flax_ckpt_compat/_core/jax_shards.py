@@ -1,37 +1,15 @@
-"""Find the shards of jax arrays that are saved, without importing jax; cache facts that thousands of leaves share."""
+"""Find the shards of jax arrays that are saved, without importing jax."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
-_Value = TypeVar("_Value")
 _SHARD_TRIES, _SHARD_PAUSE = 1000, 0.001  # s; until another thread has listed the shards of an array
-
-
-class Memo(dict[Any, _Value]):
-    """A dict that computes missing values."""
-
-    def __init__(self, compute: Callable[[Any], _Value]) -> None:
-        super().__init__()
-        self._compute = compute
-        self._last: tuple[Any, Any] = (object(), None)
-
-    def __missing__(self, key: Any) -> _Value:
-        return self.setdefault(key, self._compute(key))
-
-    def of(self, key: Any) -> _Value:
-        """Return the value of a key, comparing it with the last key first: shardings hash slowly and often repeat."""
-        last, value = self._last
-        if key is last or key == last:  # `!=` of shardings takes longer
-            return value  # type: ignore[no-any-return]
-        found = self[key]
-        self._last = key, found
-        return found
 
 
 def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +11,6 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, DtypeMismatchError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._restore import casting, leaf_kinds, placement
@@ -28,11 +29,11 @@ class LeafPlanner:
         self._casts = plan.options.casts
         self._on_device = plan.reader.places_on_device
         # True for jax's arrays, False for types without a sharding, None for abstract arrays.
-        self._types = Memo(_is_array_type)
-        self._places = Memo(placement.kind_of)
-        self._has_devices = Memo(placement.has_devices)
-        self._held = Memo(placement.is_held)
-        self._fits = Memo(lambda pair: placement.fits(*pair))
+        self._types: Callable[[type], bool | None] = functools.cache(_is_array_type)
+        self._places = functools.cache(placement.kind_of)
+        self._has_devices = functools.cache(placement.has_devices)
+        self._held = functools.cache(placement.is_held)
+        self._fits = functools.cache(placement.fits)
         self._device_count = 0
         # Types of the target's leaves whose arrays stay in host memory as they are read, except those of ``_gda``
         # folders and of several possible kinds.
@@ -43,21 +44,21 @@ class LeafPlanner:
         if type(target) in self.host_types and not (handle.possible_kinds or handle.in_gda_folder):
             return LeafPlan(path, handle, target, True)
         if not self._casts and not handle.possible_kinds:
-            is_array = self._types[type(target)]
+            is_array = self._types(type(target))
             on_device = is_array is None or self._on_device or handle.in_gda_folder
             if is_array is False or (not on_device and self._is_one_device()):
                 self.host_types.add(type(target))
                 return LeafPlan(path, handle, target, True)
             if is_array or self._is_as_stored(handle, target):
                 # Most are equal to the one before, and few are the same.
-                sharding, is_single, is_local, least = self._places.of(target.sharding)
+                sharding, is_single, is_local, least = self._places(target.sharding)
                 if is_single and not on_device:
                     return LeafPlan(path, handle, target, True)
                 dtype, kept = handle.dtype, target.dtype
-                is_held = self._held[dtype] and (kept is dtype or isinstance(kept, np.dtype))
+                is_held = self._held(dtype) and (kept is dtype or isinstance(kept, np.dtype))
                 if is_single and is_held and len(handle.shape) >= least:
                     return LeafPlan(path, handle, target, True, sharding)
-                if is_held and not is_single and self._fits[sharding, handle.shape]:
+                if is_held and not is_single and self._fits(sharding, handle.shape):
                     # One small chunk is read whole in less time than its slices.
                     is_small = is_local and handle.nbytes < _SMALL_BYTES
                     is_whole = is_small and handle.reader.chunks_of(handle) == handle.shape
@@ -67,7 +68,7 @@ class LeafPlanner:
 
     def _is_as_stored(self, handle: LeafHandle, target: Any) -> bool:
         """Return whether an abstract array has the stored dtype, and a sharding over devices."""
-        if type(target) is not jax.ShapeDtypeStruct or not self._has_devices.of(target.sharding):
+        if type(target) is not jax.ShapeDtypeStruct or not self._has_devices(target.sharding):
             return False
         return isinstance(target.dtype, np.dtype) and target.dtype == handle.dtype
 
@@ -139,7 +140,7 @@ class LeafPlanner:
             self._plan.problems.append(no_cast(name, dtype, wanted, self._plan.path))
         if leaf.sharding is None:
             return
-        if not self._fits[leaf.sharding, shape]:
+        if not self._fits(leaf.sharding, shape):
             if on_device or isinstance(leaf.target, jax.ShapeDtypeStruct):
                 self._plan.problems.append(placement.misfit(name, shape, leaf.sharding, self._plan.path))
             # A msgpack array for a target of another shape: it stays on the host, as in Flax and as the warning about

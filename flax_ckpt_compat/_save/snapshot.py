@@ -21,7 +21,6 @@ import numpy as np
 from flax_ckpt_compat._core import jax_shards, memory
 from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -90,8 +89,8 @@ class _Snapshot:
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()
-        self._addressable = Memo[bool](operator.attrgetter("is_fully_addressable"))  # by sharding
-        self._shardings = Memo(_traits)
+        self._addressable = functools.cache(operator.attrgetter("is_fully_addressable"))  # by sharding
+        self._shardings = functools.cache(_traits)
 
     def convert(self, branch: Branch, path: Path) -> None:
         """Convert all leaves below a branch, in place."""
@@ -99,7 +98,7 @@ class _Snapshot:
         if self._in_order:  # as text: '10' before '2', in lists too
             branch.children = {name: branch.children[name] for name in sorted(branch.children)}
             branch.container = Container.DICT
-        children, is_addressable = branch.children, self._addressable.of
+        children, is_addressable = branch.children, self._addressable
         if self._simple_types.issuperset(map(type, children.values())):
             return
         for name, child in children.items():
@@ -136,7 +135,7 @@ class _Snapshot:
         return self.copies.add(apart) if type(apart) is np.ndarray and not apart.dtype.hasobject else apart.copy()
 
     def _array(self, array: jax.Array) -> jax.Array | HostCopy:
-        is_whole, is_on_host, is_quick = self._shardings.of(array.sharding)
+        is_whole, is_on_host, is_quick = self._shardings(array.sharding)
         if self._in_background or (is_quick and not is_on_host and not self._request.multiprocess):
             return self.copies.add_jax_array(array, is_whole=is_whole, is_on_host=is_on_host)
         return array

@@ -1,32 +1,10 @@
-"""Shards of jax arrays, and what is found out once about types, dtypes and shardings."""
+"""Shards of jax arrays."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from flax_ckpt_compat._core.jax_shards import Memo
 from tests.support.interpreters import devices, run_python
-
-
-@given(st.lists(st.sampled_from([1, 1.0, True, 2, "a", None, (1, "b")])))
-def test_every_key_is_asked_for_once_and_gets_its_value(keys: list[Any]) -> None:
-    """Whatever order the keys come in; equal keys are one."""
-    asked: list[Any] = []
-
-    def make(key: Any) -> str:
-        asked.append(key)
-        return repr(key)
-
-    known = Memo(make)
-    expected: dict[Any, str] = {}
-    for key in keys:
-        expected.setdefault(key, repr(key))
-        assert known.of(key) == expected[key] == known[key]
-    assert asked == list(expected)
 
 
 def test_trees_of_numpy_arrays_do_not_start_jax() -> None:
