@@ -17,7 +17,7 @@ from flax_ckpt_compat import config as _settings  # ``checkpoints.config`` is Fl
 from flax_ckpt_compat._core import arguments, orbax_layout, steps
 from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._core.steps import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
-from flax_ckpt_compat._discovery import saved_steps, step_lookup
+from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
@@ -216,7 +216,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
-    found = step_lookup.in_one_listing(checkpoint_dir, step_lookup.latest_of)
+    found = saved_steps.in_one_listing(checkpoint_dir, saved_steps.latest_of)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
 
 
@@ -236,7 +236,7 @@ def available_steps(
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = []
     # A step that may not be listed is there, by its name: a restore of it tells of the permission.
-    for entry in step_lookup.in_one_listing(checkpoint_dir, step_lookup.available_in, lists_denied=True):
+    for entry in saved_steps.in_one_listing(checkpoint_dir, saved_steps.available_in, lists_denied=True):
         try:
             found.append(step_type(entry.text))
         except (TypeError, ValueError, ArithmeticError) as error:  # the last one of a Decimal
@@ -282,7 +282,7 @@ def _checkpoint_path_step(path: str) -> float | None:
 
 def _all_checkpoints(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[str]:
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
-    found = step_lookup.in_one_listing(checkpoint_dir, step_lookup.all_of)
+    found = saved_steps.in_one_listing(checkpoint_dir, saved_steps.all_of)
     return [os.path.join(checkpoint_dir.shown, entry.name) for entry in found]
 
 

@@ -16,10 +16,10 @@ from flax_ckpt_compat._core.errors import CheckpointError, MissingLeavesError, N
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._discovery import orbax_directory
 from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.orbax_items import RANDOM_KEYS, ItemKind, kind_of_item, recorded_handlers
-from flax_ckpt_compat._discovery.orbax_trees import beside_tree, names_in
+from flax_ckpt_compat._discovery.orbax_directory import RANDOM_KEYS, ItemKind, names_in
 from flax_ckpt_compat._view import metadata
 
 # The names of a step's only tree, as Orbax's managers write it by default.
@@ -52,11 +52,13 @@ class Output:
         # What to know about the result, and what it lacks of the source.
         self.notes, self.left_out = list[str](), list[str]()
 
-        handlers = recorded_handlers(opened.location, names_in(opened.location))
+        handlers = orbax_directory.recorded_handlers(opened.location, names_in(opened.location))
         unread = opened.contents.unread
         self.opaque = [name for name in opened.contents.unknown if name in handlers or name in unread]  # not read here
         self.recorded = {name: handlers.get(name, "") for name in (*opened.items, *self.opaque)}
-        self.kinds = {name: kind_of_item(item, self.recorded[name]) for name, item in opened.items.items()}
+        self.kinds = {
+            name: orbax_directory.kind_of_item(item, self.recorded[name]) for name, item in opened.items.items()
+        }
         self.kinds |= dict.fromkeys(self.opaque, ItemKind.UNKNOWN)
         for name in opened.items:
             try:
@@ -326,7 +328,7 @@ def _beside(opened: Opened, item: str) -> list[str]:
         names = names_in(folder.parent).difference(layout.STEP_FILES)
         return sorted(name for name in names if name.removesuffix("_metadata") != folder.name)
     of_leaves = {layout.leaf_name(path).partition("/")[0] for path, _ in iter_leaves(opened.reader(item).tree)}
-    return [name for name in beside_tree(folder, names_in(folder)) if name not in of_leaves]
+    return [name for name in orbax_directory.beside_tree(folder, names_in(folder)) if name not in of_leaves]
 
 
 def _add_metadata(found: Output, described: metadata.Metadata) -> None:

@@ -27,16 +27,13 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location, is_url
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_items, orbax_trees
-from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind
-from flax_ckpt_compat._discovery.orbax_trees import FINISHED, MARKERS, holds_files, names_in
+from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_directory
+from flax_ckpt_compat._discovery.orbax_directory import FINISHED, ITEMS_MARKERS, MARKERS, Item, ItemKind, holds_files
 
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
-_OF_STEPS = {*FINISHED, *orbax_trees.ITEMS_MARKERS}
 _LOST_STRUCTURE = (
     f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where "
-    f"they belong, nor the {layout.ZARR2_METADATA} of a single one (what jax's own array serialization wrote has "
-    "none: TensorStore reads each array)"
+    "they belong (jax's own array serialization has none: TensorStore reads each array)"
 )
 # Layout, what is missing in words, name → item as in `Contents`, and names of directories that are not items.
 _Description = tuple["Layout | None", str, Mapping[str, Item], tuple[str, ...]]
@@ -111,9 +108,7 @@ class Contents:
         return self.counts_for_keep and is_one
 
     def may_be_removed(self, *, with_items: bool = False) -> bool:
-        """Return whether ``keep`` and ``overwrite`` may remove it.
-
-        Steps with items are a manager's own, unless the saving program writes them, too (``with_items``)."""
+        """Return whether ``keep`` and ``overwrite`` may remove it; those with items, if it writes such."""
         return self.is_certain and (with_items or self.layout is not Layout.ITEMS)
 
     @property
@@ -123,31 +118,21 @@ class Contents:
 
 
 def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
-    """Describe what a path holds.
-
-    What the system refuses to list is `State.DENIED` with ``lists_denied``, else StorageError is raised for it. In a
-    directory that others replace meanwhile, a name may be listed whose content is gone: a second look tells."""
+    """Describe what a path holds; what may not be listed is `State.DENIED` with ``lists_denied``, else StorageError."""
     found = _look_once(path, lists_denied)
     for _ in range(_REPLACEMENTS):
         if found.is_complete or found.is_whole or path.is_remote:
             break
-        before = path.identity()
+        before = path.identity()  # while others replace it, a name may be listed whose content is gone
         found = _look_once(path, lists_denied)
         if path.identity() == before:
             break
     return found
 
 
-def has_marker(path: Location) -> bool:
-    """Return whether a directory has a marker that only Orbax writes."""
-    return bool(names_in(path).intersection(MARKERS))
-
-
 def is_certainly_orbax(path: Location) -> bool:
-    """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has.
-
-    Without one, a directory of thousands of checkpoints is not read through."""
-    found = contents_of(path) if has_marker(path) else None
+    """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
+    found = contents_of(path) if orbax_directory.names_in(path).intersection(MARKERS) else None
     return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
 
 
@@ -186,7 +171,7 @@ def is_step_of_manager(path: Location) -> bool:
 
 def is_only_arrays(path: Location) -> bool:
     """Return whether a folder named like the arrays of a msgpack file has no structure, so it is no checkpoint."""
-    return not names_in(path).intersection((*MARKERS, layout.MSGPACK_FILE))
+    return not orbax_directory.names_in(path).intersection((*MARKERS, layout.MSGPACK_FILE))
 
 
 def temporary_of(name: str) -> str | None:
@@ -201,10 +186,7 @@ def temporary_of(name: str) -> str | None:
 
 
 def checkpoint_at(path: Location) -> Contents:
-    """Describe the complete checkpoint at a path, to be opened; also a temporary whose content is complete.
-
-    It may hold nothing that this library reads. Raise CheckpointNotFoundError, IncompleteCheckpointError, or
-    UnrecognizedFormatError for what is something else."""
+    """Describe the complete checkpoint, or temporary, at a path, to be opened; raise if it is something else."""
     found = contents_of(path)
     if found.state is State.ABSENT:
         raise CheckpointNotFoundError(f"{path} does not exist", path=path.path)
@@ -214,7 +196,7 @@ def checkpoint_at(path: Location) -> Contents:
         raise UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
         raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
-    orbax_items.check_record(path, names_in(path))
+    orbax_directory.check_record(path, orbax_directory.names_in(path))
     return found
 
 
@@ -233,7 +215,7 @@ def incomplete_message(found: Contents) -> str:
 
 
 def _look_once(path: Location, lists_denied: bool) -> Contents:
-    """See `contents_of`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
+    """See `contents_of`; this may be wrong where another process replaces the checkpoint meanwhile."""
     try:
         found = _directory(path, set(path.listdir())) if path.isdir() else _file(path)
     except StorageError as error:
@@ -281,7 +263,7 @@ def _directory(path: Location, names: set[str]) -> Contents:
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
-    if {"metadata.json", layout.MANIFEST} <= names and not names & {layout.TREE_METADATA, *orbax_trees.ITEMS_MARKERS}:
+    if {"metadata.json", layout.MANIFEST} <= names and not names & {layout.TREE_METADATA, *ITEMS_MARKERS}:
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))  # levanter's
     kind, missing, items, unknown = _described(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
@@ -293,8 +275,8 @@ def _directory(path: Location, names: set[str]) -> Contents:
     is_one = kind is not None
     if kind is Layout.ITEMS:
         # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
-        is_named = names.intersection((*orbax_trees.ITEMS_MARKERS, *layout.TREE_ITEMS, *orbax_items.RANDOM_KEYS))
-        is_one = bool(is_named or orbax_items.only_orbax_has(items) or STEP_DIRECTORY.fullmatch(path.name))
+        is_named = names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *orbax_directory.RANDOM_KEYS))
+        is_one = bool(is_named or orbax_directory.only_orbax_has(items) or STEP_DIRECTORY.fullmatch(path.name))
     return Contents(
         path,
         State.INCOMPLETE if why else State.COMPLETE,
@@ -310,45 +292,46 @@ def _directory(path: Location, names: set[str]) -> Contents:
 
 def _described(path: Location, names: set[str]) -> _Description:
     """Return layout, what is missing in words, items and unknown items of a directory; no layout if it is none."""
-    if orbax_trees.is_tree(path, names):
-        kind = Layout.T5X if orbax_trees.is_t5x(path, names) else Layout.TREE
-        return kind, orbax_trees.missing_in_tree(path, names) or "", {"": Item(Format.ORBAX, path)}, ()
+    if orbax_directory.is_tree(path, names):
+        kind = Layout.T5X if orbax_directory.is_t5x(path, names) else Layout.TREE
+        return kind, orbax_directory.missing_in_tree(path, names) or "", {"": Item(Format.ORBAX, path)}, ()
     # Folders of arrays, and nothing that is the tree of them, nor a single array.
-    others = (*layout.ARRAY_METADATA_FILES, *FINISHED, *orbax_trees.PARTS)
-    if not names.intersection(others) and orbax_trees.is_folder_of_arrays(path, names):
+    others = (*layout.ARRAY_METADATA_FILES, *FINISHED, *orbax_directory.PARTS)
+    if not names.intersection(others) and orbax_directory.is_folder_of_arrays(path, names):
         return Layout.ARRAYS, _LOST_STRUCTURE, {}, ()
-    handlers = orbax_items.recorded_handlers(path, names)
+    handlers = orbax_directory.recorded_handlers(path, names)
     flat = handlers.get("", "")
-    if flat and (part := orbax_items.missing_part(path, names, flat)):
+    if flat and (part := orbax_directory.missing_part(path, names, flat)):
         kind = Layout.JSON if "Json" in flat else Layout.TREE
-        return kind, orbax_items.recorded_but_missing(part), {}, ()
-    if file := orbax_items.json_file(path, names, flat):
+        return kind, orbax_directory.recorded_but_missing(part), {}, ()
+    if file := orbax_directory.json_file(path, names, flat):
         return Layout.JSON, "", {"": Item(None, file)}, ()
-    if flat and orbax_items.kind_of_handler(flat) is ItemKind.KEY:
+    if flat and orbax_directory.kind_of_handler(flat) is ItemKind.KEY:
         key = layout.JAX_KEY if layout.JAX_KEY in names else layout.NUMPY_KEY
         return Layout.TREE, "", {"": Item(Format.ORBAX, path / key)}, ()
-    if not flat and ((items := orbax_items.items_in(path, names, handlers)) or handlers):
-        rest = names - items.keys() - orbax_items.NO_ITEMS
+    if not flat and ((items := orbax_directory.items_in(path, names, handlers)) or handlers):
+        rest = names - items.keys() - orbax_directory.NO_ITEMS
         unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
-        return Layout.ITEMS, next(orbax_items.missing_in_items(path, names, items, handlers), ""), items, unknown
-    if orbax_trees.lost_structure(path, names):
+        return Layout.ITEMS, next(orbax_directory.missing_in_items(path, names, items, handlers), ""), items, unknown
+    if orbax_directory.lost_structure(path, names):
         return Layout.TREE, _LOST_STRUCTURE, {}, ()
     if names.issuperset(FINISHED) and any(holds_files(path / name) for name in names.difference(FINISHED)):
         return Layout.CUSTOM, "", {}, ()
     missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
-    return Layout.CUSTOM if names <= _OF_STEPS else None, missing, {}, ()
+    is_step = names <= {*FINISHED, *ITEMS_MARKERS}
+    return Layout.CUSTOM if is_step else None, missing, {}, ()
 
 
 def _looks_begun(path: Location, names: set[str]) -> bool:
     """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
-    if names.intersection(MARKERS) or orbax_trees.lost_structure(path, names) or not holds_files(path):
+    if names.intersection(MARKERS) or orbax_directory.lost_structure(path, names) or not holds_files(path):
         return True
-    inside = {(path / name): names_in(path / name) for name in names}
+    inside = {(path / name): orbax_directory.names_in(path / name) for name in names}
     if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
         return False  # a directory of checkpoints, which would be lost with it
     if _has_sign(path, names) or any(_has_sign(child, found) for child, found in inside.items()):
         return True
-    return orbax_items.only_orbax_has(orbax_items.items_in(path, names))
+    return orbax_directory.only_orbax_has(orbax_directory.items_in(path, names))
 
 
 def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
@@ -356,7 +339,7 @@ def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
     if steps.is_foreign(path.name) or layout.is_upload_marker(path.name):
         return False
     if inside:
-        return orbax_items.is_checkpoint_itself(path.name, inside, is_marked=False) and _has_sign(path, inside)
+        return orbax_directory.is_checkpoint_itself(path.name, inside, is_marked=False) and _has_sign(path, inside)
     with suppress(MissingPathError):  # removed meanwhile
         return steps.ends_in_step(path.name) and path.isfile() and foreign.may_be_msgpack_tree(path)
     return False
@@ -364,6 +347,6 @@ def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
 
 def _has_sign(path: Location, names: set[str]) -> bool:
     # A checkpoint that is being removed from a store may have only commit_success.txt left.
-    if names.intersection((*MARKERS, *FINISHED)) or orbax_trees.lost_structure(path, names):
+    if names.intersection((*MARKERS, *FINISHED)) or orbax_directory.lost_structure(path, names):
         return True
     return any(layout.TEMPORARY in name or layout.is_upload_marker(name) for name in names)

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.orbax_trees import names_in
+from flax_ckpt_compat._discovery.orbax_directory import names_in
 
 _PLACEHOLDER = steps.ARRAYS_PLACEHOLDER.encode()
 # A text of msgpack that begins with the placeholder: its length, in the tag itself or behind it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -26,12 +27,11 @@ from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import contents, foreign, not_found, step_lookup
+from flax_ckpt_compat._discovery import contents, foreign, not_found, saved_steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
-from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._discovery.step_lookup import Directory
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, Directory
 
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
@@ -49,11 +49,8 @@ class LocatedCheckpoint:
 
 def find(checkpoint_dir: CheckpointDir, step: Any) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
-
-    def look(directory: Directory) -> LocatedCheckpoint | Absence:
-        return _latest(directory) if step is None else LocatedCheckpoint(_step_path(directory, step), named=True)
-
-    return step_lookup.in_one_listing(checkpoint_dir, look, root=checkpoint_dir.root, lists_denied=step is not None)
+    look = _latest if step is None else functools.partial(_of_step, step=step)
+    return saved_steps.in_one_listing(checkpoint_dir, look, root=checkpoint_dir.root, lists_denied=step is not None)
 
 
 def _latest(directory: Directory) -> LocatedCheckpoint | Absence:
@@ -64,8 +61,7 @@ def _latest(directory: Directory) -> LocatedCheckpoint | Absence:
     # the directory has a marker that only Orbax writes.
     if not root.isdir() or contents.is_certainly_orbax(root):
         return LocatedCheckpoint(root, named=True)
-    latest = step_lookup.latest_of(directory)
-    if latest is not None:
+    if (latest := saved_steps.latest_of(directory)) is not None:
         return LocatedCheckpoint(latest.location, named=False)
     if _is_checkpoint(root):
         return LocatedCheckpoint(root, named=True)
@@ -116,20 +112,20 @@ def _exists(path: Location) -> bool:
     return path.exists()
 
 
-def _step_path(directory: Directory, step: Any) -> Location:
+def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
     checkpoint_dir, root = directory.checkpoint_dir, directory.checkpoint_dir.root
     one = steps.of_replicated(step)
     if one is not step and _exists(found := checkpoint_dir.path(f"{checkpoint_dir.prefix}{step}")):
-        return found  # Flax has whole arrays in names
+        return LocatedCheckpoint(found, named=True)  # Flax has whole arrays in names
     path = checkpoint_dir.path(checkpoint_dir.prefix + steps.step_text(one))
     if _exists(path):
-        return path
+        return LocatedCheckpoint(path, named=True)
     number = steps.step_of(path.name, checkpoint_dir.prefix)
     if alike := [entry for entry in directory.steps or directory.other_family if entry.step == number]:
-        return alike[-1].location  # the same number, spelt otherwise
+        return LocatedCheckpoint(alike[-1].location, named=True)  # the same number, spelt otherwise
     if why := path.why_too_long():
         known = f"{why}; shorten the step or the prefix"
-    elif available := [entry.text for entry in step_lookup.available_in(directory)]:
+    elif available := [entry.text for entry in saved_steps.available_in(directory)]:
         known = f"available steps: {', '.join(available)}"
     elif root.isfile() or contents.is_certainly_orbax(root):
         known = f"{root} is itself a checkpoint; leave out step="
@@ -148,10 +144,9 @@ def read_found(
 ) -> _Result:
     """Locate a checkpoint and read it; again, or the new latest, if it was removed or replaced meanwhile.
 
-    ``read`` reads the checkpoint at a location, inside `unchanged` if it reads several files. ``otherwise`` returns the
-    result if there is no checkpoint; None raises. ``doing`` completes "nothing to …"."""
+    ``otherwise`` returns the result if there is no checkpoint; None raises. ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
-    for _ in range(step_lookup.ROUNDS):
+    for _ in range(saved_steps.ROUNDS):
         found = find(checkpoint_dir, step)
         if isinstance(found, Absence):
             if removed is None:
@@ -174,7 +169,7 @@ def read_found(
             removed = found.location.unlisted(), error
     assert removed is not None
     raise CheckpointNotFoundError(
-        f"{removed[0]} was removed or replaced while it was read, as were {step_lookup.ROUNDS - 1} before it; keep "
+        f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it; keep "
         "more checkpoints (keep=), or save less often",
         path=removed[0].path,
     ) from removed[1]
@@ -184,10 +179,8 @@ def _add_older_step(error: CheckpointError, checkpoint_dir: CheckpointDir, path:
     """Add to the error of the latest step which older one looks complete."""
     with suppress(CheckpointError, OSError):
         directory = Directory(checkpoint_dir, tolerant=True)
-        older = directory.newest(lambda found: found.is_complete and found.location != path)
-        if older is not None:
-            sentence = f"The newest other checkpoint that looks complete is {older.name}: pass step={older.text}."
-            add_sentence(error, sentence)
+        if older := directory.newest(lambda found: found.is_complete and found.location != path):
+            add_sentence(error, f"The newest other one that looks complete is {older.name}: pass step={older.text}.")
 
 
 def _nothing(
@@ -234,9 +227,8 @@ def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkp
 def unchanged(path: Location, since: Callable[[], bool] | None = None) -> Iterator[Callable[[], bool]]:
     """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two.
 
-    Raise CheckpointNotFoundError for an error of a checkpoint that was removed during it.
-
-    With ``since``, which an earlier block yielded, it may not have been replaced since that one began, either."""
+    ``since``, which an earlier block yielded, extends that back to its beginning. An error of a checkpoint that was
+    removed meanwhile becomes CheckpointNotFoundError."""
     is_replaced = path.watch() if since is None else since
     cause = None
     try:

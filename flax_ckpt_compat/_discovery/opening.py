@@ -20,10 +20,9 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import contents, foreign, layouts
+from flax_ckpt_compat._discovery import contents, foreign, layouts, orbax_directory
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler, recorded_handlers
-from flax_ckpt_compat._discovery.orbax_trees import arrays_below, names_in
+from flax_ckpt_compat._discovery.orbax_directory import Item, ItemKind, arrays_below, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
@@ -142,8 +141,10 @@ def _without_lookalikes(found: contents.Contents) -> contents.Contents:
     if found.items and not doubtful:
         return found
     names = names_in(found.location)
-    handlers = recorded_handlers(found.location, names)
-    alike = {name for name in doubtful if kind_of_handler(handlers.get(name, _OF_TREES)) is ItemKind.UNKNOWN}
+    handlers = orbax_directory.recorded_handlers(found.location, names)
+    alike = {
+        name for name in doubtful if orbax_directory.kind_of_handler(handlers.get(name, _OF_TREES)) is ItemKind.UNKNOWN
+    }
     alike = {name for name in alike if not _opens(found.items[name])}
     items = {name: item for name, item in found.items.items() if name not in alike}
     unknown = alike.union(found.unknown)

@@ -1,24 +1,32 @@
-"""List the complete checkpoints of exactly one prefix, for overwriting and retention; decode nothing.
+"""List and look up the checkpoints of a prefix in a directory by names and sizes; decode nothing.
 
-Look-ups include more: see `flax_ckpt_compat._discovery.step_lookup`.
+The steps are ``prefix + number``, and for look-ups the steps of an Orbax CheckpointManager in the same directory.
+Without any of them, other names that begin with the prefix count for look-ups: see `Directory.tiers`. Saves overwrite
+and remove by the literal prefix: `counted_steps`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import MissingPathError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
-from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.contents import Contents, Layout, State, contents_of
+from flax_ckpt_compat._discovery import contents, foreign
+from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Contents, Layout, State, contents_of
 from flax_ckpt_compat._discovery.log_once import log_once
 
 _log = logging.getLogger("flax_ckpt_compat")
+_Result = TypeVar("_Result")
+# A manager names its steps without Flax's prefix, so this prefix does not select a manager.
+_DEFAULT_PREFIXES = ("", "checkpoint_")
+ROUNDS = 100  # of a look-up, or a read, each of which fails if another process changes the directory meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,3 +126,228 @@ def is_checkpoint(path: Location) -> bool:
     except StorageError:
         return False
     return found.is_complete and found.is_one_checkpoint and not is_other
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A listed name that may be a checkpoint."""
+
+    name: str  # in its directory
+    location: Location
+    step: float | None  # its number; None for ``prefix + text``
+    text: str  # the step as the name spells it
+    managed: bool = False  # a CheckpointManager's name, not one of the caller's prefix
+
+
+class ChangedError(Exception):
+    """The directory changed during the listing, so a listed name is not there: list again."""
+
+
+class Directory:
+    """One listing of a directory, with entries oldest first; each is classified on demand."""
+
+    def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
+        """If ``tolerant``, a listed name that is not there is absent, else `ChangedError` is raised for it.
+
+        With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
+        self.checkpoint_dir, self.tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
+        self._classified: dict[str, Contents] = {}
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Return all names."""
+        return names_in(self.checkpoint_dir)
+
+    @functools.cached_property
+    def steps(self) -> list[Entry]:
+        """Return the steps of the prefix and of a CheckpointManager; of equal steps, the prefix's comes last."""
+        prefix = self.checkpoint_dir.prefix
+        ours = [self._entry(name, name[len(prefix) :]) for name in steps.in_order(self.names, prefix)]
+        taken = {entry.name for entry in ours}
+        managed = self._family("") if prefix else []
+        return sorted([*(entry for entry in managed if entry.name not in taken), *ours], key=_order)
+
+    @functools.cached_property
+    def other_family(self) -> list[Entry]:
+        """Return the steps of the only CheckpointManager with its own prefix, if the caller chose none."""
+        if self.checkpoint_dir.prefix not in _DEFAULT_PREFIXES:
+            return []
+        heads = {match[1] for match in map(STEP_DIRECTORY.fullmatch, self.names) if match and match[1]}
+        families = [family for head in sorted(heads - {self.checkpoint_dir.prefix}) if (family := self._family(head))]
+        return families[0] if len(families) == 1 else []
+
+    @functools.cached_property
+    def texts(self) -> list[Entry]:
+        """Return ``prefix + text`` in natural order: ``checkpoint_best``, ``checkpoint_epoch10``."""
+        return self._named(steps.is_text)
+
+    @functools.cached_property
+    def longer(self) -> list[Entry]:
+        """Return numbered names of longer prefixes that begin with this one, in natural order."""
+        return self._named(steps.is_of_longer_prefix)
+
+    def tiers(self) -> Iterator[Sequence[Entry]]:
+        """Yield groups of entries; a group can hold the latest only if all groups before are empty."""
+        yield self.steps
+        if not self.checkpoint_dir.prefix:  # with which every name begins
+            yield self.other_family
+        yield self.texts
+        yield self.other_family
+        yield self.longer
+
+    def classify(self, entry: Entry) -> Contents:
+        """Return what an entry holds; raise `ChangedError` if it has vanished since it was listed."""
+        found = self._classified.get(entry.name)
+        if found is None:
+            found = contents_of(entry.location, lists_denied=self._lists_denied)
+            if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
+                found = dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
+            self._classified[entry.name] = found
+        if found.state is State.ABSENT and not self.tolerant:
+            raise ChangedError
+        return found
+
+    def check_unchanged(self) -> None:
+        """Raise `ChangedError` if the local directory now holds other names: a listing misses those that change."""
+        is_final = self.tolerant or self.checkpoint_dir.directory.is_remote
+        if not is_final and set(self.names) != set(names_in(self.checkpoint_dir)):
+            raise ChangedError
+
+    def numbered(self) -> Sequence[Entry]:
+        """Return the steps, oldest first, of which all will be classified."""
+        entries = self.steps or self.other_family
+        self.checkpoint_dir.directory.prefetch((entry.name for entry in entries), heads=True)
+        return entries
+
+    def newest(self, is_wanted: Callable[[Contents], bool]) -> Entry | None:
+        """Return the newest step, or else ``prefix + text``, whose contents are wanted."""
+        # All names begin with the empty prefix.
+        texts = self.texts if self.checkpoint_dir.prefix else []
+        entries = reversed([*texts, *(self.steps or self.other_family)])
+        return next((entry for entry in entries if is_wanted(self.classify(entry))), None)
+
+    def counts(self, entry: Entry) -> bool:
+        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
+        state = self.classify(entry).state
+        if state is State.FOREIGN:  # without a prefix every other folder of the directory would count
+            return not entry.managed and (entry.step is not None or self.checkpoint_dir.prefix != "")
+        return state in (State.COMPLETE, State.DENIED)
+
+    def warn_of_incomplete(self, entries: Iterable[Entry]) -> None:
+        """Warn of the entries that are incomplete and were passed over, once."""
+        found = [one for one in map(self.classify, entries) if one.state is State.INCOMPLETE]
+        shown = "; ".join(sorted({f"{one.location.name} ({one.why})" for one in found}))
+        folder = self.checkpoint_dir.directory
+        message = f"Skipping incomplete checkpoints in {folder}: {shown}" if found else None
+        log_once((folder.path, self.checkpoint_dir.prefix, "incomplete"), message)
+
+    def _entry(self, name: str, text: str, *, managed: bool = False) -> Entry:
+        return Entry(name, self.checkpoint_dir.path(name), steps.parse_step(text), text, managed)
+
+    def _named(self, belongs: Callable[[str, str], bool]) -> list[Entry]:
+        prefix = self.checkpoint_dir.prefix
+        # Unsigned: the dash in ``ckpt-10`` belongs to the text.
+        texts = (name[len(prefix) :] for name in self.names if belongs(name, prefix))
+        named = [(prefix + text, text) for text in steps.natural_sort(texts, signed=False)]
+        return [Entry(name, self.checkpoint_dir.path(name), None, text) for name, text in named]
+
+    def _family(self, head: str) -> list[Entry]:
+        """Return the steps named ``head + digits``, if at least one is a complete step of a manager."""
+        matches = filter(None, map(STEP_DIRECTORY.fullmatch, self.names))
+        found = [self._entry(match[0], match[2], managed=True) for match in matches if (match[1] or "") == head]
+        found.sort(key=_order)
+        is_manager = any(contents.is_step_of_manager(entry.location) for entry in reversed(found))
+        return found if is_manager else []
+
+
+def _order(entry: Entry) -> tuple[float, bool, str]:
+    assert entry.step is not None
+    return entry.step, not entry.managed, entry.name
+
+
+def in_one_listing(
+    checkpoint_dir: CheckpointDir,
+    look: Callable[[Directory], _Result],
+    *,
+    root: Location | None = None,
+    lists_denied: bool = False,
+) -> _Result:
+    """Return what ``look`` finds in one listing; list again, up to `ROUNDS` times, where names vanish meanwhile.
+
+    The last listing is tolerant. In a store it is one of ``root``, if that is passed, which may be above."""
+    where = root or checkpoint_dir.directory
+    for number in range(ROUNDS):
+        last = number == ROUNDS - 1
+        try:
+            listed = checkpoint_dir.listed_with((where.unlisted() if number else where).listed())
+            return look(Directory(listed, tolerant=last, lists_denied=lists_denied))
+        except (ChangedError, MissingPathError):  # what is missing was removed between two accesses
+            if last:
+                raise
+    raise AssertionError
+
+
+def latest_of(directory: Directory) -> Entry | None:
+    """Return the latest checkpoint of one listing; raise if newer ones than that are listed and not there."""
+    passed: list[Entry] = []
+    for tier in directory.tiers():
+        is_longer = tier is directory.longer
+        for entry in reversed(tier):
+            found = directory.classify(entry)
+            if found.state is State.ABSENT:
+                _refuse_old_list(entry)
+            may_be = not is_longer or (found.is_complete and is_checkpoint(entry.location))
+            if may_be and directory.counts(entry):
+                directory.warn_of_incomplete(passed)
+                if is_longer:
+                    _warn_of_longer(directory.checkpoint_dir, entry)
+                return entry
+            passed.append(entry)
+    directory.check_unchanged()
+    directory.warn_of_incomplete(passed)
+    return None
+
+
+def _refuse_old_list(entry: Entry) -> None:
+    """Raise for a name that is listed again and again and not there: an older one is not the latest."""
+    raise CheckpointNotFoundError(
+        f"{entry.location.parent} lists {entry.name}, but it is not there: others have changed the directory, or its "
+        "network file system still shows an old list. Try again in a minute, or name a step with step=",
+        path=entry.location.path,
+        has_remedy=True,
+    )
+
+
+def available_in(directory: Directory) -> list[Entry]:
+    """Return the available steps of one listing, oldest first, each number once; warn about incomplete ones."""
+    entries = directory.numbered()
+    counted = [entry for entry in entries if directory.counts(entry)]
+    if not counted:
+        directory.check_unchanged()
+    directory.warn_of_incomplete(entries)
+    shadowed = {entry.step for entry in counted if not entry.managed}
+    return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
+
+
+def all_of(directory: Directory) -> list[Entry]:
+    """Return every checkpoint that is not incomplete, ``prefix + text`` first, so that the latest step comes last."""
+    found = everything_of(directory)
+    return sorted(filter(directory.counts, found), key=lambda entry: entry.step is not None)
+
+
+def everything_of(directory: Directory) -> list[Entry]:
+    """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``."""
+    unfinished = (State.INCOMPLETE, State.TEMPORARY)
+    entries = [*directory.numbered(), *directory.texts]
+    ours = [one for one in entries if directory.counts(one) or directory.classify(one).state in unfinished]
+    if not ours:
+        directory.check_unchanged()
+    return ours
+
+
+def _warn_of_longer(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
+    log_once(
+        (checkpoint_dir.directory.path, checkpoint_dir.prefix, "longer"),
+        f"{checkpoint_dir.directory} holds no checkpoint with exactly the prefix {checkpoint_dir.prefix!r}; taking "
+        f"{entry.name}, the last name that begins with it, as Flax does: pass the whole prefix",
+    )

@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
 from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
+from flax_ckpt_compat._discovery.orbax_directory import MARKERS, names_in
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
@@ -74,7 +75,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                     if error.path in (None, path.path):
                         denied.append(error)
                     else:  # something in it
-                        (found if contents.has_marker(path) else inside).append(path)
+                        (found if names_in(path).intersection(MARKERS) else inside).append(path)
         yield folder, found
         pending += reversed(inside)
 

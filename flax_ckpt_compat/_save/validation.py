@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import contents, opening, orbax_items, orbax_trees, saved_steps
+from flax_ckpt_compat._discovery import contents, opening, orbax_directory, saved_steps
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._save.request import SaveRequest
@@ -126,7 +126,7 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
     if strict:
         try:
-            opening.open_item(orbax_items.Item(Format.MSGPACK, path)).close()
+            opening.open_item(orbax_directory.Item(Format.MSGPACK, path)).close()
         except StorageError:  # it tells nothing of what is there
             raise
         except CheckpointError as error:
@@ -140,7 +140,7 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
 
 def _extra_files(path: Location) -> list[str]:
     """Return the names in an Orbax checkpoint that are not part of it."""
-    items, extra = dict[str, orbax_items.Item](), list[str]()
+    items, extra = dict[str, orbax_directory.Item](), list[str]()
     try:
         items.update(contents.checkpoint_at(path).items)
     except StorageError:
@@ -152,7 +152,7 @@ def _extra_files(path: Location) -> list[str]:
             continue
         if name in items and (path / name).isdir():
             extra += [os.path.join(name, inner) for inner in _extra_files(path / name)]
-        elif not orbax_trees.is_array(path / name):
+        elif not orbax_directory.is_array(path / name):
             extra.append(name)
     return extra
 

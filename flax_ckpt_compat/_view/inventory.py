@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._discovery import saved_steps, step_lookup
+from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 
 UNKNOWN_FORMAT = "unknown"
@@ -61,16 +61,16 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
 
-    def records(listed: step_lookup.Directory) -> list[CheckpointRecord]:
+    def records(listed: saved_steps.Directory) -> list[CheckpointRecord]:
         found = [
             record_of(one.location, one.step, os.path.join(checkpoint_dir.shown, one.name), listed.classify(one))
-            for one in step_lookup.everything_of(listed)
+            for one in saved_steps.everything_of(listed)
         ]
         if None in found and not listed.tolerant:
-            raise step_lookup.ChangedError
+            raise saved_steps.ChangedError
         return [record for record in found if record is not None]
 
-    yield from step_lookup.in_one_listing(checkpoint_dir, records, lists_denied=True)
+    yield from saved_steps.in_one_listing(checkpoint_dir, records, lists_denied=True)
 
 
 def record_of(location: Location, step: float | None, shown: str, found: Contents) -> CheckpointRecord | None:
