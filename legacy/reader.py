@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, backend, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.byte_reads import Read, Source
+from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Read, Source
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.local_file import MAPPED_FROM, LocalFile
 from flax_ckpt_compat._core.location import Location
@@ -59,7 +59,7 @@ class MsgpackReader(Reader):
 
     def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
         source = self._source
-        data = b"" if source.is_local else source.head
+        data = b"" if source.is_local else source.read(0, HEAD_BYTES)
         if source.size <= (_WHOLE if source.is_local else _WHOLE_OBJECT):
             data += read_parts(source, len(data), source.size)
             if self._sums is not None:

@@ -41,11 +41,6 @@ class Source(abc.ABC):
     def read(self, start: int, stop: int) -> bytes:
         """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
 
-    @functools.cached_property
-    def head(self) -> bytes:
-        """Return the first `HEAD_BYTES`; all of a small file."""
-        return self.read(0, HEAD_BYTES)
-
     def fill(self, target: memoryview, offset: int) -> int:
         """Fill memory with bytes, and return their number; fewer at the end."""
         data = self.read(offset, offset + len(target))

@@ -70,8 +70,8 @@ class SafetensorsReader(WholeReader):
         """Return a file, open, and the text of its header."""
         source = file.open_file()
         self._sources.append(source)
-        length = int.from_bytes(source.head[:_LENGTH], "little")
-        if len(source.head) < _LENGTH or length > min(_MAX_HEADER, source.size - _LENGTH):
+        length = int.from_bytes((head := source.read(0, _LENGTH)), "little")
+        if len(head) < _LENGTH or length > min(_MAX_HEADER, source.size - _LENGTH):
             raise damaged(file, f"a header of {length} bytes, in a file of {source.size}")
         with translated(file.path, "read"):
             return file, source, source.read(_LENGTH, _LENGTH + length)
