@@ -26,16 +26,6 @@ class ByteRange(NamedTuple):
     length: int
 
 
-def refuse_escape(relative: str, path: str) -> None:
-    """Raise if a relative path leads outside the checkpoint's directory."""
-    if not stays_inside(relative):
-        raise CorruptCheckpointError(
-            f"{path}: it refers to {relative!r:.300}, which lies outside its directory; it was tampered with: "
-            "do not use it",
-            path=path,
-        )
-
-
 def read_database(file: Location, start: int, stop: int | None) -> bytes:
     """Read a range of a file of the array database, or less where it ends before; a missing file is damage."""
     try:
@@ -58,7 +48,9 @@ class CheckpointFiles:
 
     def check(self, relative: str) -> int | None:
         """Return the size of a local file, None for all else; raise if its path leads out, or it is not regular."""
-        refuse_escape(relative, self._path)
+        if not stays_inside(relative):
+            what = f"it refers to {relative!r:.300}, which lies outside its directory; it was tampered with"
+            raise CorruptCheckpointError(f"{self._path}: {what}: do not use it", path=self._path)
         return None if self._local is None else self._local.check(relative)
 
 

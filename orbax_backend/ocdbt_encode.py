@@ -133,10 +133,8 @@ def _framed(magic: int, body: bytes, *, compress: bool) -> bytes:
     if compress:
         body = compressed(body)
     length = ocdbt.HEADER_NBYTES + len(body) + CHECKSUM_NBYTES
-    header = (
-        magic.to_bytes(4, "big") + length.to_bytes(8, "little") + bytes([ocdbt.VERSION, ZSTD if compress else PLAIN])
-    )
-    return with_checksum(header + body)
+    kind = bytes([ocdbt.VERSION, ZSTD if compress else PLAIN])
+    return with_checksum(magic.to_bytes(4, "big") + length.to_bytes(8, "little") + kind + body)
 
 
 def _file_table(names: Sequence[str]) -> bytes:

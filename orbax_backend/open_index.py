@@ -29,10 +29,6 @@ class Index:
         """Return the value, its byte range, or None if the key is absent."""
         return self.entries.get(key.encode())
 
-    def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
-        """Return what `find` returns for each key."""
-        return list(map(self.entries.get, map(str.encode, keys)))
-
     def get(self, key: str) -> bytes | None:
         """Read the metadata of an array; return None if the key is absent."""
         value: Any = self.find(key)
@@ -57,16 +53,13 @@ class _FileIndex(Index):
         self._location, self._files = location, CheckpointFiles(location)
         if location.is_remote:
             names = location.files_below()
-            location.prefetch(name for name in names if _is_metadata(name))
+            location.prefetch(name for name in names if name.rpartition("/")[2] in layout.ARRAY_METADATA_FILES)
 
     def find(self, key: str) -> StoredValue | None:
         size = self._files.check(key)
         if self._location.is_remote and (file := self._location / key).isfile():
             size = file.size()
         return None if size is None else ByteRange(key, 0, size)
-
-    def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
-        return list(map(self.find, keys))
 
 
 def open_index(location: Location, names: Sequence[str], use_ocdbt: bool) -> Index:
@@ -82,7 +75,13 @@ def open_database(location: Location, folder: str = "") -> Index:
     """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint."""
     full = location / folder
     if not (full / layout.MANIFEST).isfile():
-        raise _missing_manifest(full)
+        if not process_databases(full):
+            raise corrupt(full, f"the file {layout.MANIFEST} is missing, without which no array can be found")
+        raise errors.IncompleteCheckpointError(
+            f"{full}: the file {layout.MANIFEST} is missing, but databases of single processes are there; "
+            f"the save was not finished, or the file was lost: restore it from a backup",
+            path=full.path,
+        )
     return Index(location, read_entries(location, f"{folder}/" if folder else ""))
 
 
@@ -98,10 +97,6 @@ def process_databases(location: Location) -> list[str]:
 
 def _has_array(index: Index, name: str) -> bool:
     return any(index.find(layout.key_prefix(name) + file) is not None for file in layout.ARRAY_METADATA_FILES)
-
-
-def _is_metadata(file: str) -> bool:
-    return file.rpartition("/")[2] in layout.ARRAY_METADATA_FILES
 
 
 def _nested_entries(location: Location, names: Iterable[str]) -> Entries:
@@ -134,16 +129,6 @@ def _unmerged_database(location: Location, names: Sequence[str]) -> str:
         return ""
     folders = any(name and stays_inside(name) and (location / name).isdir() for name in names)
     return processes[0] if folders else ""
-
-
-def _missing_manifest(location: Location) -> errors.CheckpointError:
-    if process_databases(location):
-        return errors.IncompleteCheckpointError(
-            f"{location}: the file {layout.MANIFEST} is missing, but databases of single processes are there; "
-            f"the save was not finished, or the file was lost: restore it from a backup",
-            path=location.path,
-        )
-    return corrupt(location, f"the file {layout.MANIFEST} is missing, without which no array can be found")
 
 
 def _read_small(location: Location, extent: ByteRange) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,8 +176,8 @@ class ArrayReader:
         read, name = piece.read, piece.extent.file
         file = self._location / name
         if file.is_remote:
-            return _DataObject(file, functools.partial(self._reading, read, name))
-        with self._reading(read, name):
+            return _DataObject(file, read, name)
+        with _reading(file, read, name):
             return opened.enter_context(contextlib.closing(LocalFile(file.path)))
 
     def _ended(self, read: Read | None) -> CheckpointError:
@@ -196,25 +196,26 @@ class ArrayReader:
                 f"lost in copying, copy the checkpoint again"
             )
 
-    @contextlib.contextmanager
-    def _reading(self, read: ArrayRead, file: str) -> Iterator[None]:
-        """Translate errors of reading a file; one that is missing is damage of the array."""
-        with translated((self._location / file).path, "read"):
-            try:
-                yield
-            except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
-                raise read.corrupt(f"the file {file} is missing") from error
+
+@contextlib.contextmanager
+def _reading(file: Location, read: ArrayRead, name: str) -> Iterator[None]:
+    """Translate errors of reading a file; one that is missing is damage of the array."""
+    with translated(file.path, "read"):
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
+            raise read.corrupt(f"the file {name} is missing") from error
 
 
 class _DataObject(Source):
     """A data file in a store: no other has its name, so it is not opened, which would take a request."""
 
-    def __init__(self, file: Location, reading: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._file, self._reading, self.path = file, reading, file.path
+    def __init__(self, file: Location, read: ArrayRead, name: str) -> None:
+        self._file, self._needed, self.path = file, (read, name), file.path
 
     def read(self, start: int, stop: int) -> bytes:
         """Read a range by one request."""
-        with self._reading():
+        with _reading(self._file, *self._needed):
             return self._file.read(start, stop)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes, errors
+from flax_ckpt_compat._core import array_boxes, errors, memory
 from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
@@ -120,14 +120,11 @@ class Piece:
 
 def _decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
     """Decode a chunk, directly into the array where that is possible."""
-    info, target = read.info, None
-    size, (copy, *others) = info.chunk_nbytes, copies
-    fits = size >= _IN_PLACE_BYTES and array_boxes.shape_of(copy.source) == info.chunks
-    if fits and not info.raw and not others:
-        count, offsets = array_boxes.runs(info.chunks, copy.source, copy.array.shape, copy.target)
-        if count * info.dtype.itemsize == size:
-            start = next(offsets)[1] * info.dtype.itemsize
-            target = copy.array.reshape(-1).view(np.uint8).data[start : start + size]
+    info, target, size = read.info, None, read.info.chunk_nbytes
+    if size >= _IN_PLACE_BYTES and not info.raw and len(copies) == 1:
+        part = copies[0].array[copies[0].target]
+        if part.nbytes == size and part.flags.c_contiguous:
+            target = memory.as_bytes(part)
     try:
         values = info.decode(data, target)
     except UndecodableChunkError as error:

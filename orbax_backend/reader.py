@@ -101,7 +101,7 @@ class OrbaxReader(Reader):
                 values[number] = leaf
         # In a directory or store without a database, each key is looked up.
         with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
-            arrays += self._read_inline(handles, inline, iter(self._index.find_all(keys)), values)
+            arrays += self._read_inline(handles, inline, map(self._index.find, keys), values)
         reads = [_array_read(handles[number]) for number in arrays]
         if reads:
             self._arrays.read(reads, self.meter, mapped=mapped)

@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.tree import show_path
 
-from .files import ByteRange, refuse_escape
+from .files import ByteRange, CheckpointFiles
 from .open_index import StoredValue, process_databases
 from .read_plan import ArrayRead
 
@@ -115,10 +115,10 @@ class Checksums:
 
     def check_files(self) -> bool:
         """Check all files that have checksums; return whether there are any, and all could be checked."""
-        found = list[bool]()
+        found, files = list[bool](), CheckpointFiles(self.location)
         for folder in ["", *(f"{name}/" for name in process_databases(self.location))]:
             for name in getattr(self.record(folder), "files", ()):
-                refuse_escape(name, self.location.path)
+                files.check(name)
                 file = self.location / name
                 found.append(file.isfile() and self.check_file(name, file.read(), folder))
         return bool(found) and all(found)

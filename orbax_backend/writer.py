@@ -63,21 +63,12 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
 
 
 def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
-    """Create the checkpoint's directories, with a file that is there until the commit; see `_end`."""
+    """Create the checkpoint's directories, with a file that is there until `commit`."""
     encoding_of(options)
     create_directory(path)
     open(os.path.join(path, layout.BEGUN), "xb").close()
     if plan.jax_arrays:
         create_directory(os.path.join(path, layout.ARRAY_METADATAS))
-
-
-def _end(path: str) -> None:
-    """Remove the file of `begin`, which is not there if the directory was renamed or removed meanwhile."""
-    try:
-        os.unlink(os.path.join(path, layout.BEGUN))
-    except OSError as error:
-        why = f"its directory was renamed or removed while it was written ({error.strerror})"
-        raise StorageError(f"{path}: {why}, so parts are lost; save it again", path=path, errno=error.errno) from error
 
 
 def encoding_of(options: WriteOptions) -> Encoding:
@@ -137,7 +128,11 @@ def write_arrays(
 
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     """Write the step metadata, the checksums and the commit file."""
-    _end(path)
+    try:
+        os.unlink(os.path.join(path, layout.BEGUN))
+    except OSError as error:
+        why = f"its directory was renamed or removed while it was written ({error.strerror})"
+        raise StorageError(f"{path}: {why}, so parts are lost; save it again", path=path, errno=error.errno) from error
     metadata = {
         "item_handlers": _HANDLER,
         "metrics": {},

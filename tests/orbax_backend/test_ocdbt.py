@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import open_index
+from flax_ckpt_compat.orbax_backend import ocdbt, ocdbt_encode, open_index
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
@@ -160,6 +160,19 @@ def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     path = made.write(tmp_path, [made.envelope(made.NODE, bomb, compression=1)])
     with pytest.raises(CorruptCheckpointError, match=r"a Zstandard frame|at most"):
         read_entries(location_of(path))
+
+
+def test_many_small_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a few KB, each within its limit (lowered here), have one for all of them."""
+    nodes, manifest = ocdbt_encode.encode_index([(b"x" * 60_000 + b"%d" % n, b"") for n in range(400)], "d/nodes")
+    assert len(nodes) < 20_000
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "nodes").write_bytes(nodes)
+    (tmp_path / "manifest.ocdbt").write_bytes(manifest)
+    assert len(read_entries(location_of(tmp_path))) == 400
+    monkeypatch.setattr(ocdbt, "_MAX_DECODED_BYTES", 9 << 20)
+    with pytest.raises(CorruptCheckpointError, match="not far larger"):
+        read_entries(location_of(tmp_path))
 
 
 @pytest.mark.parametrize("place", [(0, 2**62), (2**62, 40), (0, 41)], ids=str)
