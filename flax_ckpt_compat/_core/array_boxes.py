@@ -16,6 +16,11 @@ def full_box(shape: Shape) -> Box:
     return tuple(slice(0, length) for length in shape)
 
 
+def normalize_index(index: Box, shape: Shape) -> Box:
+    """Return an index without steps as start and stop on every axis; jax omits them for whole axes."""
+    return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
+
+
 def shape_of(box: Box) -> Shape:
     """Return the shape of a box."""
     return tuple(side.stop - side.start for side in box)

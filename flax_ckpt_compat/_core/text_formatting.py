@@ -46,13 +46,9 @@ def format_size(nbytes: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things as text, for a noun whose plural ends in ``s``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def count_of_leaves(count: int) -> str:
-    """Return a number of leaves as text."""
-    return f"{count} {'leaf' if count == 1 else 'leaves'}"
+    """Return a number of things as text: of leaves, or of what has a plural in ``s``."""
+    plural = "leaves" if noun == "leaf" else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import itertools
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from flax_ckpt_compat._core import jax_shards
+from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.errors import NameCollisionError
 
 if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
@@ -20,6 +24,7 @@ if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do with
 
 Path = tuple[str, ...]
 Node = Any  # Branch | leaf
+_SHARD_TRIES, _SHARD_PAUSE = 1000, 0.001  # s; until another thread has listed the shards of an array
 
 
 class Container(enum.Enum):
@@ -126,7 +131,7 @@ def shards_of(array: Any) -> Iterator[Shard]:
 
     if isinstance(array, HostCopy):
         return iter(array.shards)
-    return (Shard(index, np.asarray(data, order="C")) for index, data in jax_shards.first_shards(array))
+    return (Shard(index, np.asarray(data, order="C")) for index, data in first_shards(array))
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
@@ -139,11 +144,54 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
     elif not array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     elif next(iter(array.sharding.device_set)).platform != "cpu":  # where it is nothing, and takes time
-        jax_shards.start_transfer(array)
+        start_transfer(array)
     assembled = np.empty(array.shape, array.dtype)  # jax would do so from its list of shards; see `first_shards`
     for shard in shards_of(array):
         assembled[shard.index] = shard.data
     return assembled
+
+
+@functools.lru_cache(maxsize=256)  # leaves share few shardings and shapes
+def first_replicas(sharding: Any, shape: tuple[int, ...]) -> list[tuple[int, Any, tuple[slice, ...]]]:
+    """Return position, device and index of the shards with ``replica_id`` 0 that this process holds."""
+    found, seen, position = [], set[str](), 0
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = normalize_index(index, shape)
+        is_first, is_here = str(box) not in seen, device in sharding.addressable_devices
+        if is_first and is_here:
+            found.append((position, device, box))
+        position += is_here
+        seen.add(str(box))
+    return found
+
+
+def first_shards(array: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
+    """Yield index and data of each of an array's `first_replicas`."""
+    for position, device, index in first_replicas(array.sharding, array.shape):
+        yield index, _shard_on(array, device, position)
+
+
+def _shard_on(array: Any, device: Any, position: int) -> Any:
+    """Return the data of an array's shard on a device, which should be at this position.
+
+    jax lists the shards of an array on first use, without a lock: if two threads ask for them at once, one finds some
+    of them only, and then some are there twice, at other positions (0.4.38 to 0.10.2, measured)."""
+    is_whole = array.is_fully_replicated  # each of its shards is the whole array
+    for _ in range(_SHARD_TRIES):
+        try:
+            for at in itertools.chain([position], itertools.count()):
+                data = array.addressable_data(at)
+                if is_whole or device in data.devices():
+                    return data
+        except IndexError:
+            time.sleep(_SHARD_PAUSE)
+    raise RuntimeError(f"jax lists no shard on {device} of an array of shape {array.shape}")
+
+
+def start_transfer(array: Any) -> None:
+    """Start the copy of a ``jax.Array`` from accelerators to the host."""
+    with suppress(IndexError):  # see `first_shards`: the shards are then copied one after another
+        array.copy_to_host_async()
 
 
 def is_jax_array(leaf: object) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import ShapeMismatchError
-from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import KeyData
 from flax_ckpt_compat._restore import casting, leaf_kinds
 from flax_ckpt_compat._restore.casting import Cast

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core import jax_shards, memory
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, first_shards, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._trees import depth, prng_keys, state_dict
@@ -237,7 +237,7 @@ class Copies:
     def add_jax_array(self, array: jax.Array, *, is_whole: bool, is_on_host: bool) -> HostCopy:
         """Return the copy of an array of jax: of the shards that this process holds, or of one that has it whole."""
         copy = HostCopy(array.shape, np.dtype(array.dtype), (), array.sharding)
-        shards = jax_shards.first_shards(array)
+        shards = first_shards(array)
         if is_whole:
             shards = iter([(full_box(array.shape), array if is_on_host else array.addressable_data(0))])
         if is_on_host:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.text_formatting import count_of_leaves, literal
+from flax_ckpt_compat._core.text_formatting import counted, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import (
@@ -222,7 +222,7 @@ class Gap:
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
         if ours != theirs:
-            return f"they share {count_of_leaves((ours & theirs).total())}"
+            return f"they share {counted((ours & theirs).total(), 'leaf')}"
         return in_words(self.theirs[new])
 
     def _aligned(self) -> list[tuple[str, str]]:

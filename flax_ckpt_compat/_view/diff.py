@@ -16,7 +16,7 @@ import numpy as np
 from flax_ckpt_compat._core import arguments, backend
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
-from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, printable
+from flax_ckpt_compat._core.text_formatting import Row, counted, fold_with_members, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery.contents import Layout
@@ -93,7 +93,7 @@ def _lines(found: Diff) -> Iterator[Line]:
         yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
     if left := sum(row.count for row, _ in folded[_MAX_LINES:]):
         yield Line(f"… and {left} more leaves: see .differences, or --json", hang=4)
-    words = [f"{count_of_leaves(found.identical)} identical"]
+    words = [f"{counted(found.identical, 'leaf')} identical"]
     words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
     for kind, count in Counter(one.kind for one in found.differences).items():
         words.append(f"{count} {kind if kind.startswith('only') else f'of other {kind}'}")

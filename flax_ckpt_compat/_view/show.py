@@ -15,7 +15,7 @@ import numpy as np
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
-from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, format_size, printable
+from flax_ckpt_compat._core.text_formatting import Row, counted, fold_with_members, format_size, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
@@ -163,7 +163,7 @@ def _rows_of(
 def title(contents: Contents) -> str:
     """Return the first line: path, format, leaves and size."""
     chosen = "" if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of "
-    path, count = printable(contents.path, one_line=True), count_of_leaves(contents.stored)
+    path, count = printable(contents.path, one_line=True), counted(contents.stored, "leaf")
     return f"{path} ({contents.format}): {chosen}{count}, {format_size(contents.nbytes)}"
 
 
@@ -274,7 +274,7 @@ def treemap(contents: Contents) -> str:
 
 
 def _text_of_box(row: _Row) -> str:
-    what = f"{row.count} of {row.type}" if row.type and row.count > 1 else row.type or count_of_leaves(row.count)
+    what = f"{row.count} of {row.type}" if row.type and row.count > 1 else row.type or counted(row.count, "leaf")
     return "<br>".join((_escaped(row.path), _escaped(what), format_size(row.nbytes)))
 
 

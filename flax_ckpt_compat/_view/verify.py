@@ -14,7 +14,7 @@ from flax_ckpt_compat._core import arguments, backend, errors, text_formatting
 from flax_ckpt_compat._core.backend import LeafHandle, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
-from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
+from flax_ckpt_compat._core.text_formatting import Row, counted, format_size, printable
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, walk
@@ -135,7 +135,7 @@ def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
 def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
     """Yield a line with state, leaves, size, format and path, then what is wrong and what lies there unexpectedly."""
     word = checkpoint.state if checkpoint.state in ("ok", "unverified") else checkpoint.state.upper()
-    count, size = count_of_leaves(len(checkpoint.leaves)), format_size(checkpoint.nbytes)
+    count, size = counted(len(checkpoint.leaves), "leaf"), format_size(checkpoint.nbytes)
     title = f"{word:<10}  {count:>12}  {size:>8}  {checkpoint.format or '-':<7}  {checkpoint.path}"
     yield Line(printable(title, one_line=True), _COLORS[checkpoint.state], hang=2)
     start = f"{checkpoint.path}: "  # which the line above names

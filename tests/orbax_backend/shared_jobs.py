@@ -14,8 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, ProcessSave, WriteOptions
-from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard
 from tests.support.orbax_trees import BACKEND, branches, handles
 from tests.support.spread import whole

@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
-from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat.transforms import Transform
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
