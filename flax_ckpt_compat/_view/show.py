@@ -83,8 +83,8 @@ def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
     from flax_ckpt_compat.rules import _patterns, _rule  # which take a tenth of the start, and few calls filter
 
     with _rule.named("--filter"):
-        compiled = [_patterns.whole_names(pattern)]
-    matching = {path for path in (*stored.leaves, *stored.empty) if any(_patterns.matches(compiled, path))}
+        names = _patterns.Names([pattern])
+    matching = {path for path in (*stored.leaves, *stored.empty) if any(names.matches(path))}
     if not matching:
         near = _patterns.near_names(pattern, from_leaves(stored.leaves))
         message = f"{stored.path}: no leaf matches {pattern!r}, which must match whole names of key paths; {near}"

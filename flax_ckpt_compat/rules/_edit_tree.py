@@ -11,22 +11,13 @@ import numpy as np
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import (
-    Branch,
-    Container,
-    Node,
-    Path,
-    from_leaves,
-    iter_leaves,
-    map_leaves,
-    node_at,
-    show_path,
-)
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
 from flax_ckpt_compat.rules._rule import Trees, misfit
 
 Array = LeafHandle | Derived
+Change = Callable[[Any, str, Node], Node]  # of a leaf, its key path as text, and the target's node there
 
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
@@ -35,10 +26,9 @@ def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
 
 
 def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:
-    """Put new leaves, with their key paths, for each leaf.
+    """Put new leaves, with their key paths, for each leaf; containers whose children keep their names keep their type.
 
-    Containers whose children keep their names keep their type. None and empty containers, which hold no values, give
-    way to what is put below them, and what an earlier rule left to the target gives way to a stored leaf."""
+    None and empty containers give way to what is put below them, and what was left to the target to a stored leaf."""
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
     for old, before in iter_leaves(stored):
@@ -67,7 +57,7 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
                 break
             done.add(new)
             branch, was = node_at(tree, new), node_at(stored, old)
-            if branch.container is Container.DICT and branch.children.keys() == was.children.keys():
+            if branch.children.keys() == was.children.keys():
                 branch.container, branch.int_keys, branch.type_name = was.container, was.int_keys, was.type_name
 
 
@@ -131,27 +121,18 @@ def require_array(leaf: Node) -> Array:
 
 
 def each_leaf(
-    trees: Trees,
-    pattern: str,
-    change: Callable[[Any, str, Node], Node],
-    needed: str = "array",
-    wanted: Callable[[Any], bool] = is_array,
+    trees: Trees, pattern: str, change: Change, needed: str = "array", wanted: Callable[[Any], bool] = is_array
 ) -> Node:
-    """Change the ``wanted`` leaves whose key path has a match; other leaves stay.
-
-    ``change`` takes a leaf, its key path as text, and the target's node at its key path; see `fitting`.
-    ``needed`` is a noun for the required match."""
-    names = [_patterns.whole_names(pattern)]
+    """Change the ``wanted`` leaves whose key path has a match; ``needed`` is a noun for the required match."""
+    names = _patterns.Names([pattern])
     matching: dict[Path, bool] = {}
 
     def changed(path: Path, leaf: Any) -> Node:
-        if not any(_patterns.matches(names, path)):
+        if not any(names.matches(path)):
             return leaf
         matching[path] = wanted(leaf)
-        if not matching[path]:
-            return leaf
         with fitting(path, leaf):
-            return change(leaf, show_path(path), node_at(trees.target, path))
+            return change(leaf, show_path(path), node_at(trees.target, path)) if matching[path] else leaf
 
     tree = map_leaves(changed, trees.stored)
     if not any(matching.values()):

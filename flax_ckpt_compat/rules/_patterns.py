@@ -2,7 +2,7 @@ r"""Match patterns: regular expressions over key paths joined with ``/``, such a
 
 A pattern matches whole names, never a part of one. Rules that take *places* (``drop``, ``move``, ``from_target``, …)
 match it with the whole key path of a subtree or leaf (`select`); rules that change *names or arrays* wherever they are
-(``rename``, ``stack``, ``cast``, …) find it anywhere in a key path, from the root if it begins with ``^`` (`matches`,
+(``rename``, ``stack``, ``cast``, …) find it anywhere in a key path, from the root if it begins with ``^`` (`Names`,
 `below`).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import literal, nearest, one_line
@@ -29,13 +29,12 @@ def compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise TransformError(
-            f"{pattern!r} is not a regular expression (literally it is {literal(pattern)!r}): {error}"
-        ) from error
+        problem = f"{pattern!r} is not a regular expression (literally it is {literal(pattern)!r}): {error}"
+        raise TransformError(problem) from error
 
 
 def whole_names(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern for `matches`; same errors as `compiled`."""
+    """Compile a pattern for `Names` and `below`; same errors as `compiled`."""
     # Compiled alone first: errors give positions in it, and its flags apply to the whole expression.
     flags = compiled(pattern).flags
     end = "\n" if flags & re.VERBOSE else ""  # ends a comment
@@ -50,19 +49,16 @@ def some(patterns: Sequence[str]) -> Sequence[str]:
 
 
 def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
-    r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function.
-
-    Raise TransformError if it refers to groups that the pattern lacks; when called: if the function returns no text."""
-    if isinstance(replacement, str):
+    r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function."""
+    if not callable(replacement):
         try:
             pattern.sub(replacement, "")  # which refuses groups that the pattern lacks, also where nothing matches
             return operator.methodcaller("expand", replacement)
         except (re.error, IndexError) as error:
             raise TransformError(f"{replacement!r} does not fit the groups of the pattern: {error}") from error
-    function = replacement
 
     def fill(match: re.Match[str]) -> str:
-        text = function(match)
+        text = replacement(match)
         if not isinstance(text, str):
             raise TransformError(f"the function returns {text!r:.100} for {match[0]}, expected text")
         return text
@@ -70,36 +66,38 @@ def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     return fill
 
 
-def matches(
-    patterns: Sequence[re.Pattern[str]],
-    path: Path,
-    plain: Mapping[str, int] | None = None,
-    searched: Iterable[int] | None = None,
-) -> Iterator[tuple[int, int, int, re.Match[str]]]:
-    """Find the matches of `whole_names` patterns in a key path, from left to right without overlaps.
+class Names:
+    """Patterns of whole names anywhere in a key path. A search for each of many names would take long."""
 
-    Yields the index of the pattern; of the first name; after the last name; and the match. Of several that match from
-    one name on, the one with the most names is taken, then the first. A ``/`` inside a name is an ordinary character,
-    at which no match begins or ends. ``plain`` has the indices of patterns that are single names, ``searched`` those of
-    all others: a search for each of many names would take long."""
-    text = joined(path)
-    searched = range(len(patterns)) if searched is None else searched
-    able = [number for number in searched if patterns[number].search(text)]
-    if plain:
-        able = sorted({*able, *(plain[name] for name in path if name in plain)})
-    if not able:
-        return
-    starts = [0, *itertools.accumulate(len(name) + 1 for name in path)]
-    ends = {start - 1: number for number, start in enumerate(starts)}
-    first = 0
-    while first < len(path):
-        found = [(number, match) for number in able if (match := patterns[number].match(text, starts[first]))]
-        lengths = [ends.get(match.end(), 0) for _, match in found]
-        after = max(lengths, default=0)
-        if after > first:
-            number, match = found[lengths.index(after)]
-            yield number, first, after, match
-        first = max(after, first + 1)
+    def __init__(self, patterns: Iterable[str]):
+        """Compile them; raise TransformError as `compiled` does."""
+        texts = list(patterns)
+        self.compiled = [whole_names(text) for text in texts]
+        self._plain = {text: n for n, text in enumerate(texts) if text == literal(text) and "/" not in text}
+        self._searched = [n for n, text in enumerate(texts) if text not in self._plain]
+
+    def matches(self, path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
+        """Find the matches in a key path, from left to right without overlaps.
+
+        Yields the index of the pattern; of the first name; after the last name; and the match. Of several that match
+        from one name on, the one with the most names is taken, then the first. A ``/`` inside a name is an ordinary
+        character, at which no match begins or ends."""
+        text = joined(path)
+        able = [number for number in self._searched if self.compiled[number].search(text)]
+        if not able and self._plain.keys().isdisjoint(path):
+            return
+        able = sorted({*able, *(self._plain[name] for name in path if name in self._plain)})
+        starts = [0, *itertools.accumulate(len(name) + 1 for name in path)]
+        ends = {start - 1: number for number, start in enumerate(starts)}
+        first = 0
+        while first < len(path):
+            found = [(number, match) for number in able if (match := self.compiled[number].match(text, starts[first]))]
+            lengths = [ends.get(match.end(), 0) for _, match in found]
+            after = max(lengths, default=0)
+            if after > first:
+                number, match = found[lengths.index(after)]
+                yield number, first, after, match
+            first = max(after, first + 1)
 
 
 def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

@@ -42,11 +42,11 @@ def named(name: str) -> Iterator[None]:
 
 
 class Trees(NamedTuple):
-    """What a rule is applied to."""
+    """What a rule is applied to: the checkpoint's tree, the target's or None, and perhaps an `OpenTree`."""
 
-    stored: Node  # the checkpoint's tree
-    target: Node  # the target's neutral tree, or None
-    open_tree: Any = None  # an `OpenTree`, for rules that open other checkpoints
+    stored: Node
+    target: Node
+    open_tree: Any = None
 
 
 def applied(name: str, change: Callable[..., Node], *args: Any, **kwargs: Any) -> Apply:

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree
-from flax_ckpt_compat.rules._edit_tree import Array
+from flax_ckpt_compat.rules._edit_tree import Array, Change
 from flax_ckpt_compat.rules._rule import Trees, rule
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
@@ -30,14 +30,12 @@ def cast(trees: Trees, pattern: str, dtype: Any) -> Node:
 
     Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
     are left alone, as are numbers, text and keys. Floats are rounded to nearest, so values below the dtype's smallest
-    number become zero (1e-30 in ``float16``); Adam's ``nu`` is often that small.
+    number become zero (1e-30 in ``float16``); Adam's ``nu`` is often that small. Values that are out of its range, and
+    an infinity or NaN that it lacks, are an error when they are read.
 
     Args:
         pattern: as in `rename`: matches whole names anywhere in the key path.
         dtype: name, numpy dtype or scalar type.
-
-    Raises:
-        TransformError: no such dtype; when restored: a value out of its range, or an infinity or NaN that it lacks.
     """
     try:
         wanted = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
@@ -62,13 +60,10 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
 
     Args:
         pattern: as in `rename`; matches the moments of the optimizer too.
-        size: new length on the axis; arrays that have it already stay as they are.
+        size: new length on the axis; arrays that have it already stay as they are, and longer ones are an error.
         axis: the axis to pad; negative counts from the end.
         value: number to fill with, rounded as by `cast`, or ``"target"`` for the values of the target's own array at
             the same path.
-
-    Raises:
-        TransformError: when applied: an array is longer, or ``value`` does not fit; when restored: the target's do not.
     """
     if isinstance(value, str) and value != "target":
         raise TransformError(f"value is {value!r}, expected a number or 'target'")
@@ -215,11 +210,7 @@ def unreplicate(trees: Trees, pattern: str = ".*") -> Node:
 
     All matching arrays and typed PRNG keys lose their first axis, which must be equally long everywhere; numbers stay.
     Replicas are not compared. Where they differ, as batch statistics do that were not synchronized, `apply` can take
-    their mean.
-
-    Args:
-        pattern: as in `rename`; matches all if not given.
-    """
+    their mean."""
     lengths: set[int] = set()
 
     def first(leaf: Any, *_: Any) -> Node:
@@ -263,10 +254,8 @@ def resize(
     """
     new = tuple(shape)
     if method not in _METHODS or not new or min(new) < 1 or skip < 0 or (skip and axis is None):
-        raise TransformError(
-            f"expected a shape of positive lengths, one of the methods {', '.join(_METHODS)}, and an "
-            "axis if there are values to skip"
-        )
+        problem = f"expected a shape of positive lengths, one of the methods {', '.join(_METHODS)}"
+        raise TransformError(f"{problem}, and an axis if there are values to skip")
 
     def changed(leaf: Array, what: str, _: Node) -> Node:
         before = old = leaf.shape or ()
@@ -365,11 +354,7 @@ def wrap_key_data(trees: Trees, pattern: str, impl: str | None = None) -> Node:
 
 @rule
 def key_data(trees: Trees, pattern: str) -> Node:
-    """Turn typed PRNG keys into raw ones, arrays of uint32, as ``jax.random.key_data`` does.
-
-    Args:
-        pattern: as in `rename`.
-    """
+    """Turn the typed PRNG keys that match into raw ones, arrays of uint32, as ``jax.random.key_data`` does."""
 
     def changed(leaf: LeafHandle, *_: Any) -> Node:
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
@@ -388,7 +373,7 @@ def _kind_of(dtype: np.dtype[Any]) -> str | None:
     return "complex numbers" if dtype.kind == "c" else None
 
 
-def _each_number(trees: Trees, pattern: str, change: Callable[[Any, str, Node], Node], kind: str) -> Node:
+def _each_number(trees: Trees, pattern: str, change: Change, kind: str) -> Node:
     """Change the arrays of one kind of numbers; see `_edit_tree.each_leaf`."""
     return _edit_tree.each_leaf(
         trees, pattern, change, f"array of {kind}", lambda leaf: is_array(leaf) and _kind_of(leaf.dtype) == kind

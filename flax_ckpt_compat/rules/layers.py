@@ -29,20 +29,18 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         pattern: matches one or several whole names anywhere; its only group is the number.
         into: name of the subtree; ``layers/cell`` makes two levels.
         axis: the new axis of each array; negative counts from the end.
-        first: the number of the first layer.
-
-    Raises:
-        TransformError: when applied: the numbers are not consecutive, or layers differ in leaves, shapes or dtypes.
+        first: the number of the first layer; the others follow without gaps.
     """
     if _patterns.whole_names(pattern).groups != 1:
         raise TransformError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
-    def number(path: Path, match: re.Match[str]) -> int:
-        if not (match[1] or "").isdecimal():
-            raise misfit(path, f"has {match[1]!r} where the group matches, expected a number")
-        return int(match[1])
-
-    def row(place: Path, layers: dict[int, Path]) -> list[Path]:
+    def row(place: Path, nodes: Nodes) -> list[Path]:
+        layers: dict[int, Path] = {}
+        for path, match in nodes.items():
+            if not (match[1] or "").isdecimal():
+                raise misfit(path, f"has {match[1]!r} where the group matches, expected a number")
+            if (other := layers.setdefault(int(match[1]), path)) != path:
+                raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
         numbers = sorted(layers)
         if numbers != [*range(first, first + len(numbers))]:
             raise misfit(place, f"has numbers {numbers}, expected consecutive ones from first={first} on")
@@ -52,7 +50,7 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         at, _ = _edit_tree.axis_of(axis, (*shape, 1))
         return at, (*shape[:at], 1, *shape[at:])
 
-    return _joining(trees, pattern, into, number, row, widened)
+    return _joining(trees, pattern, into, row, widened)
 
 
 @rule
@@ -64,11 +62,8 @@ def unstack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0
     Args:
         pattern: matches one or several whole names (``layers/cell``) anywhere.
         into: name of each new subtree, with ``{}`` for the number.
-        axis: the axis that is removed from each array; negative counts from the end.
+        axis: the axis that is removed from each array, on which all have one length; negative counts from the end.
         first: the number of the first layer.
-
-    Raises:
-        TransformError: when applied: arrays differ in their lengths on that axis, or a leaf is not an array.
     """
     if into.count("{}") != 1:
         raise TransformError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
@@ -96,21 +91,19 @@ def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
         axis: the axis of concatenation; negative counts from the end. It depends on the layer: kernels of linen's
             attention are (embed, heads, head_dim) and biases (heads, head_dim), so -1 joins head_dim and -2 heads;
             kernels of Dense are (in, out).
-
-    Raises:
-        TransformError: when applied: they occur nowhere side by side, or differ in more than the length on that axis.
     """
     if len(set(names)) < max(len(names), 2):
         raise TransformError(f"expected a list of two or more different names, found {names!r:.100}")
 
-    def row(_: Path, siblings: dict[int, Path]) -> list[Path]:
-        return [siblings[number] for number in range(len(names))] if len(siblings) == len(names) else []
+    def row(_: Path, nodes: Nodes) -> list[Path]:
+        siblings = {match[0]: path for path, match in nodes.items()}
+        is_whole = siblings.keys() == set(names) and len(nodes) == len(names)
+        return [siblings[name] for name in names] if is_whole else []
 
     def unchanged(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         return _edit_tree.axis_of(axis, shape)[0], shape
 
-    pattern = "|".join(map(re.escape, names))
-    return _joining(trees, pattern, into, lambda _, match: [*names].index(match[0]), row, unchanged)
+    return _joining(trees, "|".join(map(re.escape, names)), into, row, unchanged)
 
 
 @rule
@@ -138,50 +131,39 @@ def split(trees: Trees, pattern: str, into: Sequence[str], axis: int = -1, sizes
     return _dividing(trees, pattern, axis, lambda *_: into, lengths)
 
 
+NamesOf = Callable[[Path, dict[Path, int]], Sequence[str]]
+SizesOf = Callable[[int, int], Sequence[int]]
 Part = Callable[[tuple[int, ...]], tuple[int, tuple[int, ...]]]
-Found = dict[Path, tuple[Path, re.Match[str]]]  # key path of a matching node → that of the branch above, and the match
+Nodes = dict[Path, re.Match[str]]  # those that match, by key path
 
 
-def _inner_first(trees: Trees, pattern: str, change: Callable[[Node, Found], Node | None]) -> Node:
+def _inner_first(trees: Trees, pattern: str, change: Callable[[Node, dict[Path, Nodes]], Node | None]) -> Node:
     """Change the nodes that match, first those in inner branches.
 
-    ``change`` takes a tree and what was found in branches of one depth; it returns None to leave all of that."""
+    ``change`` takes a tree and, of branches of one depth, the nodes below each; it returns None to leave them."""
     names, tree, is_changed = _patterns.whole_names(pattern), trees.stored, False
     branches = sorted((path for path, _ in iter_branches(tree)), key=len, reverse=True)  # inner changes move none
     for _depth, places in itertools.groupby(branches, len):
         found = {
-            (*place, *level): (place, match)
+            place: {(*place, *level): match for level, match in _patterns.below(node_at(tree, place), place, names)}
             for place in places
-            for level, match in _patterns.below(node_at(tree, place), place, names)
         }
-        if found and (new := change(tree, found)) is not None:
+        if any(found.values()) and (new := change(tree, found)) is not None:
             tree, is_changed = new, True
     if not is_changed:
         raise TransformError(f"matches nothing in the checkpoint; {_patterns.near_names(pattern, tree)}")
     return tree
 
 
-def _joining(
-    trees: Trees,
-    pattern: str,
-    into: str,
-    number: Callable[[Path, re.Match[str]], int],
-    row: Callable[[Path, dict[int, Path]], list[Path]],
-    part: Part,
-) -> Node:
+def _joining(trees: Trees, pattern: str, into: str, row: Callable[[Path, Nodes], list[Path]], part: Part) -> Node:
     """Join rows of matching nodes into one each, in the place of the first.
 
-    ``row`` takes a branch and its nodes by number, and returns them in order, or none; ``part`` takes the shape of an
+    ``row`` takes a branch and the nodes below it, and returns them in order, or none; ``part`` takes the shape of an
     array and returns the axis on which the arrays are concatenated, and the shape that it has then."""
     levels = _patterns.new_names(into)
 
-    def joined(tree: Node, found: Found) -> Node | None:
-        numbered: dict[Path, dict[int, Path]] = {}
-        for path, (place, match) in found.items():
-            other = numbered.setdefault(place, {}).setdefault(number(path, match), path)
-            if other != path:
-                raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
-        rows = {place: paths for place, nodes in numbered.items() if (paths := row(place, nodes))}
+    def joined(tree: Node, found: dict[Path, Nodes]) -> Node | None:
+        rows = {place: paths for place, nodes in found.items() if nodes and (paths := row(place, nodes))}
         ends = {paths[0]: (*place, *levels) for place, paths in rows.items()}
         whole = {path: leaf for paths in rows.values() for path, leaf in _join(tree, paths, part)}
         gone = {path for paths in rows.values() for path in paths}
@@ -239,23 +221,15 @@ def _concatenated(leaves: list[Any], part: Part) -> Derived:
     return Derived(tuple(leaves), join, whole, dtype, f"{len(leaves)} joined")
 
 
-def _dividing(
-    trees: Trees,
-    pattern: str,
-    axis: int,
-    names: Callable[[Path, dict[Path, int]], Sequence[str]],
-    sizes: Callable[[int, int], Sequence[int]],
-    *,
-    squeeze: bool = False,
-) -> Node:
+def _dividing(trees: Trees, pattern: str, axis: int, names: NamesOf, sizes: SizesOf, *, squeeze: bool = False) -> Node:
     """Divide the matching nodes on an axis, which goes with ``squeeze``.
 
     ``names`` takes a node's key path and the lengths of its arrays, ``sizes`` a length and the number of parts."""
 
-    def divided(tree: Node, found: Found) -> Node:
+    def divided(tree: Node, found: dict[Path, Nodes]) -> Node:
         axes: dict[Path, int] = {}
         ends: dict[Path, list[Path]] = {}
-        for start, (place, _) in found.items():
+        for place, start in ((place, start) for place, nodes in found.items() for start in nodes):
             lengths: dict[Path, int] = {}
             for path, leaf in iter_leaves(node_at(tree, start), start):
                 if not _has_no_value(leaf):

@@ -12,7 +12,6 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.location import as_text
-from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
@@ -35,16 +34,14 @@ def rename(trees: Trees, pattern: str | Mapping[str, Replacement], replacement: 
     if isinstance(pattern, Mapping) == (replacement is not None) or not pattern:
         raise TransformError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
-    names = [_patterns.whole_names(one) for one in given]
-    fills = [*map(_patterns.filled, names, given.values())]
-    plain = {text: number for number, text in enumerate(given) if text == literal(text) and "/" not in text}
-    searched = [number for number, text in enumerate(given) if text not in plain]
+    names = _patterns.Names(given)
+    fills = [*map(_patterns.filled, names.compiled, given.values())]
     unmatched = dict(enumerate(given))
 
     def renamed(path: Path) -> tuple[Path]:
         new: list[str] = []
         done = 0
-        for number, first, after, match in _patterns.matches(names, path, plain, searched):
+        for number, first, after, match in names.matches(path):
             unmatched.pop(number, None)
             new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
             done = after
@@ -117,11 +114,7 @@ def _as_array(leaf: Node, wanted: Node) -> Derived | None:
 
 @rule
 def drop(trees: Trees, *patterns: str) -> Node:
-    """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``.
-
-    Args:
-        patterns: of whole key paths in the checkpoint.
-    """
+    """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``."""
     dropped = _patterns.select(trees.stored, _patterns.some(patterns))
     return _edit_tree.remap(
         trees.stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path]
@@ -218,10 +211,6 @@ def from_checkpoint(
         step: the step in the directory; None for the latest.
         prefix: of the checkpoints' names in the directory.
         transforms: rules for that checkpoint, such as renames, before the subtrees are taken.
-
-    Raises:
-        CheckpointNotFoundError: when applied: there is no such checkpoint.
-        CheckpointError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
     tree, target, open_tree = trees
     located, other = open_tree(as_text(path), step, as_text(prefix, "prefix"))
@@ -246,10 +235,7 @@ def _named_after(leaf: Any, located: str) -> Any:
 
 
 def from_names(mapping: Mapping[str, Replacement]) -> Rule:
-    """Return the rule for a mapping of the target's names to stored ones: ``{"params/encoder": "params/Dense_0"}``.
-
-    Its keys are patterns of whole key paths of subtrees or leaves in the target, its values key paths in the
-    checkpoint, as in ``re.sub``. All are taken at once."""
+    """Return the rule for a mapping of places in the target, as patterns, to stored ones, all taken at once."""
     name = "".join(("{", ", ".join(f"{new!r}: {old!r}" for new, old in mapping.items()), "}"))
     with named(name):
         fills = {new: _patterns.filled(_patterns.compiled(new), old) for new, old in mapping.items()}

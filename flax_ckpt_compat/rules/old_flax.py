@@ -19,8 +19,7 @@ def pre_linen(trees: Trees, at: str = "params") -> Node:
     """Rename pre-linen modules to linen's names, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
     Args:
-        at: pattern of whole key paths in the checkpoint; with moments of an optimizer
-            ``"params|opt_state/0/[mn]u"``.
+        at: pattern of whole key paths in the checkpoint; with an optimizer's moments ``"params|opt_state/0/[mn]u"``.
     """
     new: dict[Path, dict[str, str]] = {}  # by key path of a module, the names in it
     for start in _patterns.select(trees.stored, [at]):
@@ -44,9 +43,6 @@ def pre_optax(trees: Trees) -> Node:
     target's Adam and schedules. The moments of Adam and Momentum go to the target's ``mu``, ``nu`` and ``trace``
     (without a target, in ``opt_state/0``), and are dropped if the target has none. All else stays in place. Rules that
     rename modules can come before or after this one.
-
-    Raises:
-        TransformError: when applied: there is no such ``optimizer``, or moments would fit in several places.
     """
     stored, target, _ = trees
     start = _optimizer(stored)

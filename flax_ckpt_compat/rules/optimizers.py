@@ -5,7 +5,7 @@ The states inside an optimizer's state are nodes with named fields, in the targe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
@@ -50,10 +50,6 @@ def optimizer_state(
         stored_at: the same in the checkpoint, if it differs.
         subtree: key path of the parameters' part, below ``mu``, ``nu`` and so on, that only the stored state or only
             the target's has: it is taken away, or added.
-
-    Raises:
-        TransformError: when applied: the target or the checkpoint has no such path, no stored state fits the
-            target's, several fit equally well, or the checkpoint's own at ``at`` would be lost.
     """
     stored, target, _ = trees
     at_path = _place(target, at, "the target")
@@ -69,7 +65,12 @@ def optimizer_state(
         similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
         taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
     if not taken:
-        raise TransformError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
+        ours, theirs = _fields(state.node for state in wanted), _fields(branch for _, branch in branches)
+        raise TransformError(
+            f"no stored state fits, by names and shapes. The target's have the fields: {ours}; below "
+            f"{show_path(start)} the checkpoint has: {theirs}. Rename parameters before, or use from_target for a new one",
+            leaf=show_path(at_path),
+        )
     if is_elsewhere:
         _refuse_loss(stored, at_path, start)
 
@@ -81,6 +82,10 @@ def optimizer_state(
         return given if isinstance(given, LeafHandle | Derived) else taken.get(path, Own.KEEP_TARGET)
 
     return _edit_tree.put(stored, at_path, map_leaves(new_leaf, own))
+
+
+def _fields(nodes: Iterable[Branch]) -> str:
+    return "; ".join(dict.fromkeys(", ".join(node.children) for node in nodes if node.children))[:300] or "nothing"
 
 
 def _place(tree: Node, pattern: str, whose: str) -> Path:
@@ -245,16 +250,6 @@ def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
                 f"rules.drop({shown!r}) if it is not wanted, else rules.move({start[0]!r}, 'old') and read old/… here",
                 leaf=shown,
             )
-
-
-def _nothing(start: str, wanted: list[_State], old: Node) -> str:
-    fields = "; ".join(dict.fromkeys(", ".join(sorted(state.node.children)) for state in wanted)) or "none"
-    there = "; ".join(dict.fromkeys(", ".join(branch.children) for _, branch in iter_branches(old) if branch.children))
-    return (
-        f"no stored state fits, by names and shapes. The target's have the fields: {fields}; below {start} the "
-        f"checkpoint has: {there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new "
-        "optimizer"
-    )
 
 
 def _target_states(root: Node) -> Iterator[_State]:
