@@ -46,12 +46,8 @@ def as_text(path: object, what: str = "path") -> str:
     with suppress(TypeError):
         if isinstance(text := os.fspath(path), str):  # type: ignore[call-overload]
             return text
-    found, remedy = type(path).__name__, "pass a str or a pathlib.Path"
-    if path is None or isinstance(path, (bytes, bool, int, float)):
-        found += f": {path!r:.100}"
-    elif what == "path":  # perhaps a tree, whose text may be long
-        remedy += "; the path comes first, before the tree"
-    raise ArgumentError(f"a {what} is text or a path object, found {found}; {remedy}")
+    remedy = "pass a str or a pathlib.Path" + "; the path comes first, before the tree" * (what == "path")
+    raise ArgumentError(f"a {what} is text or a path object, found {type(path).__name__}; {remedy}")
 
 
 def is_url(path: str) -> bool:

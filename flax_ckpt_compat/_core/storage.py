@@ -55,16 +55,12 @@ class Listing:
         self.heads: dict[str, bytes] = {}  # path of a file → its first bytes
         self.contents: dict[str, bytes] = {}  # path of a small file → what it holds
 
-    def covers(self, folder: str) -> bool:
-        """Return whether a folder is this one, or below it."""
-        return folder == self.root or folder.startswith(f"{self.root}/")
-
     def below(self, folder: str) -> dict[str, Stat] | None:
         """Return the files below a folder, relative to it; None if it is not covered."""
-        if not self.covers(folder):
-            return None
         if folder == self.root:
             return dict(self.files)
+        if not folder.startswith(f"{self.root}/"):
+            return None
         inner = folder[len(self.root) + 1 :] + "/"
         first = bisect.bisect_left(self.keys, inner)
         last = bisect.bisect_left(self.keys, inner[:-1] + "0", first)  # "0" follows "/"

@@ -135,13 +135,13 @@ def test_an_unexpanded_home(
     [
         ({"w": np.zeros(99)}, "found dict; "),
         (np.zeros((2, 99)), "found ndarray; "),
-        (7, "found int: 7; pass a str or a pathlib.Path$"),
+        (7, "found int; "),
     ],
 )
 @pytest.mark.parametrize("call", [restore, save, plan_restore, checkpoints.restore_checkpoint])
 def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> None:
     """A tree in the path's place is named by its type, without its values; the path is to come first."""
-    end = "" if isinstance(first, int) else "pass a str or a pathlib.Path; the path comes first, before the tree$"
+    end = "pass a str or a pathlib.Path; the path comes first, before the tree$"
     with pytest.raises(errors.ArgumentError, match=found + end):
         call(first, "runs")
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 
@@ -42,40 +41,6 @@ def test_there_and_back(bucket: Bucket, tmp_path: Path, to: str) -> None:
         assert contents(bucket) == objects
     names = ["a/checkpoint_3", "b/checkpoint_3"]
     assert filecmp.cmpfiles(tmp_path / "src", tmp_path / "back", names, shallow=False) == (names, [], [])
-
-
-@pytest.mark.slow
-def test_items_there_and_back(bucket: Bucket, tmp_path: Path) -> None:
-    """Each item of a real manager's step comes back for its own handler, through a store; the steps are resumed."""
-    random = np.random.RandomState(4).get_state(legacy=True)
-    items = {
-        "state": ocp.args.StandardSave({"w": np.arange(2**16, dtype=np.float32)}),
-        "mean": ocp.args.ArraySave(np.ones(3)),
-        "random": ocp.args.NumpyRandomKeySave(random),
-        "notes": ocp.args.JsonSave({"epoch": 3}),
-    }
-    with ocp.CheckpointManager(tmp_path / "src") as manager:
-        manager.save(3, args=ocp.args.Composite(**items))
-    (tmp_path / "src" / "3" / "assets" / "deep").mkdir(parents=True)
-    (tmp_path / "src" / "3" / "assets" / "deep" / "logo.png").write_bytes(bytes(range(256)) * 70_000)
-    url = f"{bucket.url}/runs"
-    for status in ("converted", "kept"):
-        (there,) = flax_ckpt_compat.convert(tmp_path / "src", url, "manager", resume=True)
-        objects = contents(bucket)
-        (back,) = flax_ckpt_compat.convert(url, tmp_path / "back", "manager", resume=True)
-        assert (there.status, back.status) == (status, status)
-        assert contents(bucket) == objects
-    wanted = {"mean": ocp.args.ArrayRestore(), "random": ocp.args.NumpyRandomKeyRestore()}
-    wanted |= {"state": ocp.args.StandardRestore(), "notes": ocp.args.JsonRestore()}
-    with ocp.CheckpointManager(tmp_path / "back") as manager:
-        found = manager.restore(3, args=ocp.args.Composite(**wanted))
-    np.testing.assert_array_equal(found["state"]["w"], np.arange(2**16))
-    np.testing.assert_array_equal(found["mean"], np.ones(3))
-    assert (found["random"][0], found["notes"]) == (random[0], {"epoch": 3})
-    np.testing.assert_array_equal(found["random"][1], random[1])
-    names = ["deep/logo.png"]
-    both = tmp_path / "src" / "3" / "assets", tmp_path / "back" / "3" / "assets"
-    assert filecmp.cmpfiles(*both, names, shallow=False) == (names, [], [])
 
 
 def test_safetensors_in_a_store(bucket: Bucket, tmp_path: Path) -> None:

@@ -63,15 +63,6 @@ def test_one_request_of_ten_fails_in_a_run(seed: int, bucket: Bucket) -> None:
     assert {asked.fault for asked in bucket.proxy.log} > {""}
 
 
-def test_an_error_is_not_its_own_cause(bucket: Bucket) -> None:
-    """Whoever follows the causes of an error would do so for ever."""
-    with flax_ckpt_compat.open_checkpoint(save(bucket, 1)) as opened:
-        leaf = opened.tree["w"]
-        with bucket.proxy.failing(from_request(0, "403")), pytest.raises(StorageError) as raised:
-            leaf.read()
-    assert raised.value.__cause__ is not raised.value
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", ["zstd", None])
 def test_a_store_that_does_not_answer(

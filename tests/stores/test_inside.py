@@ -46,10 +46,3 @@ def test_a_bucket_and_a_marker_alone_are_no_checkpoints(bucket: Bucket) -> None:
     for folder in ("sub", "marked/sub"):
         save(f"{bucket.url}/{folder}", tree(7), step=7)
         assert restore(f"{bucket.url}/{folder}")["n"] == 7
-
-
-def test_artifacts_are_named_by_their_prefix(bucket: Bucket) -> None:
-    """Folders of a store are not looked into for a path to pass, so the prefix is what can be proposed."""
-    save(f"{bucket.url}/artifacts/orb:v3", tree(3))
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"prefix='orb:v'"):
-        restore(f"{bucket.url}/artifacts")

@@ -20,7 +20,6 @@ from tests.support.gs import GsBucket
 from tests.support.orbax_trees import change_metadata, handles, load
 from tests.support.orbax_trees import save as save_locally
 from tests.support.s3 import Bucket
-from tests.support.trees import fingerprint
 
 TREE = {
     "params": {"kernel": np.arange(60_000.0).reshape(300, 200), "bias": np.linspace(0, 1, 2000, dtype=np.float32)},
@@ -106,16 +105,6 @@ def test_one_leaf_reads_one_leaf(compression: str | None, bucket: Bucket, tmp_pa
     bucket.proxy.log.clear()
     assert np.array_equal(opened["layer_5"].read(), tree["layer_5"])
     assert sum(asked.sent for asked in bucket.proxy.log) < 510_000
-
-
-def test_many_small_arrays_take_few_requests(bucket: Bucket, tmp_path: Path) -> None:
-    """Neighbours in an object are read together."""
-    tree = {f"a{i}": np.full(700, i, np.float32) for i in range(500)}
-    save_locally(tmp_path / "c", tree)
-    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
-    bucket.proxy.log.clear()
-    assert fingerprint(load(url)) == fingerprint(tree)
-    assert len(bucket.proxy.log) < 25
 
 
 def test_a_part_reads_that_part(bucket: Bucket, tmp_path: Path) -> None:

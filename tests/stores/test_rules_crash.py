@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 
 import flax_ckpt_compat
@@ -99,55 +98,6 @@ def test_an_overwrite_that_dies(commits: bool, bucket: Bucket) -> None:
     location_of(root).prepare_directory()
     assert bucket.keys("run/") == ([key for key in left if "/_begun" not in key] if commits else before)
     assert flax_ckpt_compat.restore(root)["n"] == 1 + commits
-
-
-FOR_EVER = """
-import itertools, os, sys
-import flax, numpy as np
-from flax_ckpt_compat import checkpoints
-root, first, format = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-for n in itertools.count(first):
-    orbax = n % 2 == 0 if format == "mixed" else format == "orbax"
-    flax.config.update("flax_use_orbax_checkpointing", orbax)
-    tree = {"n": n, "w": np.random.default_rng(n).random(30_000), "small": {str(i): np.full(3, n) for i in range(20)}}
-    checkpoints.save_checkpoint(root, tree, n, keep=3)
-    print(n, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["msgpack", "orbax", "mixed"])
-def test_writers_killed_at_random(bucket: Bucket, format: str) -> None:
-    """What was acknowledged is there, whole; nothing half done is ever the latest; the next writer goes on."""
-    root, chance, sure = f"{bucket.url}/run", np.random.default_rng(7), 0
-    for _ in range(4):
-        sure = _kill_and_check(root, sure, format, chance.uniform(0.0, 0.4))
-        for step in ours.available_steps(root):
-            _check(ours.restore_checkpoint(root, None, step), step)
-
-
-def _kill_and_check(root: str, sure: int, format: str, delay: float) -> int:
-    """Lets a writer go on after the step ``sure`` and kills it; returns the latest step."""
-    with start_python(FOR_EVER, root, sure + 1, format) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        sure += 1
-        os.set_blocking(process.stdout.fileno(), True)
-        time.sleep(delay)
-        process.kill()
-        told = process.stdout.read().split()
-    sure = int(told[-1]) if told else sure
-    steps = ours.available_steps(root)
-    assert steps[-1] in (sure, sure + 1)
-    assert set(range(max(1, sure - 1), sure + 1)) <= set(steps)
-    _check(ours.restore_checkpoint(root, None), int(steps[-1]))
-    return int(steps[-1])
-
-
-def _check(found: Any, n: int) -> None:
-    assert found["n"] == n
-    np.testing.assert_array_equal(found["w"], np.random.default_rng(n).random(30_000))
-    assert len(found["small"]) == 20
 
 
 AT_EXIT = """

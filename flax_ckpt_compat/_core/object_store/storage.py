@@ -37,7 +37,7 @@ class ObjectLocation(Location):
         return cls(client.normal(url))
 
     def listed(self) -> Self:
-        if self.listing is not None and self.listing.covers(self.path):
+        if self.listing is not None and f"{self}/".startswith(f"{self.listing.root}/"):
             return self
         return self.with_listing(Listing(self.path, client_for(self.path).list(self.path)))
 
