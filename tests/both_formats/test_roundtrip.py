@@ -1,4 +1,6 @@
-"""Trees and leaves saved and restored on both backends, and to and from real Flax and real Orbax."""
+"""Trees and leaves saved and restored on both backends, and to and from real Flax and real Orbax, each pair of them."""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,60 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CheckpointError
+from tests.support.interop import EVERYBODY, OURS
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, skip_without_typed_keys
 from tests.support.profiles import examples
 from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
 from tests.support.saves import use_flag
 from tests.support.trees import keys, leaves
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all checkpoints of the table lie."""
+    return tmp_path_factory.mktemp("interop")
+
+
+# What Orbax refuses to save fails in its threads, too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("writer", OURS)
+def test_we_save_every_kind(writer: str, folder: Path) -> None:
+    """Both of our formats take all kinds of leaves and containers."""
+    from tests.support.interop_table import TREES, accepted
+
+    assert accepted(writer, folder) == tuple(TREES)
+
+
+# By default: ours with each other, and with Flax's.
+QUICK = {(one, other) for one in OURS for other in (*OURS, "flax on")} | {("flax on", one) for one in OURS}
+PAIRS = [
+    pytest.param(writer, reader, marks=() if (writer, reader) in QUICK else pytest.mark.slow)
+    for writer in EVERYBODY
+    for reader in EVERYBODY
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_no_pair_is_silently_different(writer: str, reader: str, folder: Path) -> None:
+    """Every kind comes back equal, or different as it is written down, or with an error; ours refuse nothing."""
+    from tests.support.interop_table import REFUSALS, REFUSED, REFUSED_BY_OLD_ORBAX, ROOTS, ZOO, accepted, outcome, read
+
+    names = accepted(writer, folder)
+    readable = read(writer, reader, ("np f64",), folder)
+    got = read(writer, reader, tuple(name for name in names if name in ZOO), folder) if readable else {}
+    for root in [name for name in names if name in ROOTS and readable]:
+        got.update(read(writer, reader, (root,), folder))
+    outcomes = {kind: outcome(writer, reader, kind, got[kind]) if kind in got else REFUSED for kind in names}
+    wrong = {kind: what for kind, what in outcomes.items() if what.startswith("UNDOCUMENTED")}
+    assert not wrong
+    refused = {kind for kind, what in outcomes.items() if what == REFUSED}
+    if reader in OURS or writer in OURS:
+        old = () if reader in OURS and writer in OURS else REFUSED_BY_OLD_ORBAX
+        assert refused <= {*REFUSALS.get((writer, reader), ()), *old}
+
 
 # What legacy Flax itself can write and read back; the rest it refuses, or changes (big-endian, byte-swapped).
 FLAX_KNOWS = [

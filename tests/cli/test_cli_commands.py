@@ -103,15 +103,6 @@ def test_completion(line: str, completed: str) -> None:
     assert done.stdout.split() == [completed]
 
 
-@pytest.mark.parametrize("command", NAMES)
-def test_paths_are_completed(command: str) -> None:
-    """The shell completes names of files for every argument of every command: all are paths."""
-    found = cli.main.get_command(context := click.Context(cli.main), command)
-    assert found is not None
-    arguments = [one for one in found.params if isinstance(one, click.Argument)]
-    assert [item.type for one in arguments for item in one.shell_complete(context, "x")] == ["file"] * len(arguments)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["verify runs", "verify runs --json", "show runs/a", "verify --help", "--help"])
 def test_a_reader_that_goes_away(line: str, tree_of_runs: Path) -> None:

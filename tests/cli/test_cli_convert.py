@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 
 import flax_ckpt_compat
 from flax_ckpt_compat.cli import main
-from tests.support import terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,17 +57,6 @@ def test_a_dry_run_says_that_space_is_short(runs: Path, tmp_path: Path, monkeypa
     )
     found = json.loads(convert(runs, tmp_path / "out", "--to", "msgpack", "--dry-run", "--json").stdout)
     assert [one["free_bytes"] for one in found] == [7_000, 7_000]
-
-
-def test_a_narrow_terminal_gets_lines_that_keep_their_indent(runs: Path, tmp_path: Path) -> None:
-    """At 80 columns paths, which are not cut, stand in lines of their own."""
-    words = [sys.executable, "-m", "flax_ckpt_compat", "convert", str(runs), str(tmp_path / "out"), "--to", "orbax"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    code, shown = terminal.raw([*words, "--dry-run"], str(ROOT), environment)
-    assert code == 0
-    lines = terminal.plain(shown).splitlines()
-    assert f"  {tmp_path}/out/checkpoint_2" in {line.partition(" (")[0].removesuffix(" →") for line in lines}
-    assert all(len(line) <= 80 or " " not in line.strip() for line in lines)
 
 
 def test_lines_while_it_runs_and_a_summary(runs: Path, tmp_path: Path) -> None:

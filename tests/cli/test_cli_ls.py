@@ -186,18 +186,6 @@ def test_table_on_a_terminal(columns: int, saved: str, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= columns
 
 
-@pytest.mark.parametrize("seconds", [300_000_000_000, -70_000_000_000])
-def test_times_in_no_year_of_the_calendar(tmp_path: Path, seconds: int) -> None:
-    """A clock or a copy gone wrong leaves such times: the years 11476 and -248. The time is not shown."""
-    run_of_flax(tmp_path)
-    path = next(tmp_path.glob("checkpoint_*"))
-    os.utime(path, (seconds, seconds))
-    if os.stat(path).st_mtime != seconds:
-        pytest.skip("this file system keeps no such times")
-    assert ls(tmp_path).exit_code == 0
-    assert [one["saved"] for one in json.loads(ls(tmp_path, "--json").stdout) if one["path"] == str(path)] == [None]
-
-
 def test_other_prefixes_are_named(tmp_path: Path) -> None:
     """Below the table, so that nobody takes ``best_0.5`` for lost; folders of runs are none of them."""
     for name, prefix in ((3, "checkpoint_"), (0.5, "best_"), (3, "ema_")):

@@ -115,15 +115,6 @@ def test_targets_that_cannot_be_loaded(target: str, says: str, tmp_path: Path) -
     assert "Traceback" not in result.stderr
 
 
-def test_a_module_that_ends_the_program() -> None:
-    """A script that runs at its import, and ends, is refused with what to change."""
-    Path("my_script.py").write_text("raise SystemExit(3)\n")
-    result = plan("run", "--target", "my_script:create_state")
-    assert result.exit_code == 2
-    assert "importing my_script, searched in" in result.stderr
-    assert "ended the program (SystemExit: 3), as parsing arguments does: put what a program runs" in result.stderr
-
-
 def test_a_function_that_parses_options_and_prints() -> None:
     """It sees no options of ours, so that it takes its defaults, and what it prints is not in the JSON."""
     arguments = ["--target", "my_train:from_options", "--transforms", "my_train:RULES", "--json"]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND, format
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import KeyData, iter_leaves
+from flax_ckpt_compat._core.tree import KeyData
 from tests.support.trees import fingerprint
 
 
@@ -32,22 +32,6 @@ def test_slices_are_those_of_numpy(save, limit, monkeypatch):
     for part, found in zip(parts, reader.read(parts), strict=True):
         np.testing.assert_array_equal(found, array[part.index])
     reader.close()
-
-
-def test_handles_tell_without_reading(save):
-    """Handles know kind, shape, dtype, size and path before anything is read."""
-    path = save({"p": {"w": np.zeros((3, 4), ">i2")}, "s": np.float64(1), "n": 3, "t": "x", "b": b"xy", "none": None})
-    leaves_of = {"/".join(names): leaf for names, leaf in iter_leaves(BACKEND.open(location_of(path)).tree)}
-    seen = {name: (leaf.kind, leaf.shape, leaf.nbytes) for name, leaf in leaves_of.items() if leaf is not None}
-    assert seen == {
-        "p/w": (LeafKind.ARRAY, (3, 4), 24),
-        "s": (LeafKind.NUMPY_SCALAR, (), 8),
-        "n": (LeafKind.INT, (), 8),
-        "t": (LeafKind.STR, (), 1),
-        "b": (LeafKind.BYTES, (), 2),
-    }
-    assert leaves_of["none"] is None
-    assert (leaves_of["p/w"].dtype, leaves_of["p/w"].path) == (np.dtype(">i2"), ("p", "w"))
 
 
 def _counting(monkeypatch):
@@ -79,17 +63,6 @@ def test_reads_only_what_is_asked(save, monkeypatch, size):
     values = reader.read([reader.tree.children[name].children["w"] for name in ("layer_7", "layer_3")])
     assert sum(counts) == 2 * size * 4
     assert [value[0] for value in values] == [7, 3]
-
-
-@pytest.mark.usefixtures("in_windows")
-def test_neighbours_are_read_together(save, monkeypatch):
-    """A thousand small arrays take a handful of system calls."""
-    path = save({f"a{index}": np.full(33, index, np.float32) for index in range(1000)})
-    reader = BACKEND.open(location_of(path))
-    counts = _counting(monkeypatch)
-    values = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
-    assert len(counts) < 5
-    assert [value[0] for value in values] == list(range(1000))
 
 
 @pytest.mark.usefixtures("in_windows")

@@ -335,15 +335,3 @@ def test_numbers_take_no_call_each(tmp_path: Path) -> None:
     sys.setprofile(None)
     assert fingerprint(restored) == fingerprint(tree)
     assert len(calls) < 2000
-
-
-@pytest.mark.parametrize("before", [0, 3, 1000])
-def test_the_data_of_arrays_is_not_read(before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening skips it, wherever the arrays are among Python values."""
-    tree = {f"n{n:04}": n for n in range(before)} | {f"z{n}": np.zeros(2**18, np.float32) for n in range(16)}
-    path = tmp_path / "file"
-    path.write_bytes(_packed(tree))
-    read, real = list[int](), os.pread
-    monkeypatch.setattr(os, "pread", lambda *given: read.append(given[1]) or real(*given))
-    BACKEND.open(location_of(path))
-    assert sum(read) < path.stat().st_size / 50

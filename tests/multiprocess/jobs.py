@@ -149,11 +149,12 @@ def save_small(folder: str, orbax: bool, step: float, options: dict[str, Any] | 
 def restore_mixed(folder: str, orbax: bool, kind: str, abstract: bool = False) -> None:
     """Restores `mixed` split in this way, and checks every bit that this process holds."""
     target = mixed(kind, orbax=orbax, blank=True)
-    asked = jax.tree.map(_abstract, target) if abstract else target
+    asked = jax.tree.map(as_abstract, target) if abstract else target
     check_mixed(checkpoints.restore_checkpoint(folder, asked), target)
 
 
-def _abstract(leaf: Any) -> Any:
+def as_abstract(leaf: Any) -> Any:
+    """An array's shape, dtype and sharding; anything else as it is."""
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

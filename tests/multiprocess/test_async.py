@@ -2,17 +2,193 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from tests.multiprocess import async_jobs, jobs
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save import async_saves
+from tests.multiprocess import jobs
+from tests.multiprocess.jobs import barrier, check_shards, names, small, use
 from tests.support.team import team_of
+
+
+def save_many(folder: str, orbax: bool, count: int) -> list[int]:
+    """Saves steps in the background, each time from memory that is overwritten at once.
+
+    Returns:
+        The latest step after each wait for a save.
+    """
+    use(orbax)
+    manager, seen = checkpoints.AsyncManager(), []
+    spoil = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
+    for step in range(count):
+        tree = small(step)
+        checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=3, async_manager=manager)
+        spoil(tree["w"]).block_until_ready()
+        tree["v"][:] = -1
+        manager.wait_previous_save()
+        got = checkpoints.restore_checkpoint(folder, small(-1), step)
+        check_shards("w", got["w"], np.full((8, 4), step, np.float32))
+        np.testing.assert_array_equal(got["v"], np.full(3, step))
+        seen.append(int(got["n"]))
+    # Once more without waits between.
+    for step in range(count, 2 * count):
+        checkpoints.save_checkpoint_multiprocess(folder, small(step), step, "fast_", 3, async_manager=manager)
+    manager.wait_previous_save()
+    assert checkpoints.available_steps(folder, "fast_") == list(range(2 * count - 3, 2 * count))
+    barrier("all have looked")
+    if jax.process_index() == 0:
+        for name in names(folder):
+            if name.startswith("fast_"):
+                _remove(f"{folder}/{name}")
+    barrier("removed")
+    return seen
+
+
+def save_slowly(folder: str, orbax: bool) -> list[str]:
+    """Saves in the background where process 1 takes its time to write; what is there meanwhile."""
+    use(orbax)
+    manager, go = checkpoints.AsyncManager(), threading.Event()
+    with _writing(orbax, lambda: go.wait(20) if jax.process_index() == 1 else None):
+        checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
+        time.sleep(0.2)
+        # Our own look-ups wait for this process's part of the save.
+        meanwhile = [name for name in names(folder) if not name.startswith(".")]
+        barrier("all have looked early")
+        go.set()
+        manager.wait_previous_save()
+    assert checkpoints.available_steps(folder) == [1]
+    return meanwhile
+
+
+LOOKS: dict[str, Callable[[str], Any]] = {
+    "restore": lambda folder: checkpoints.restore_checkpoint(folder, small(-1))["n"],
+    "latest": lambda folder: int(str(checkpoints.latest_checkpoint(folder)).rpartition("_")[2]),
+    "steps": lambda folder: checkpoints.available_steps(folder)[-1],
+    "iterate": lambda folder: list(flax_ckpt_compat.iter_checkpoints(folder))[-1].step,
+    "open": lambda folder: _opened(folder).step,
+    "plan": lambda folder: int(flax_ckpt_compat.plan_restore(folder, small(-1)).path.rpartition("_")[2]),
+}
+
+
+def look_at_once(folder: str, orbax: bool, step: int, look: str) -> int:
+    """Saves in the background where process 1 writes late, and looks: process 0 at once, process 1 after its wait."""
+    use(orbax)
+    manager, go = checkpoints.AsyncManager(), threading.Event()
+    late = jax.process_index() == 1
+    with _writing(orbax, lambda: go.wait(20) if late else None):
+        checkpoints.save_checkpoint_multiprocess(folder, small(step), step, keep=9, async_manager=manager)
+        threading.Timer(0.1, go.set).start()
+        if late:
+            manager.wait_previous_save()
+        seen = int(LOOKS[look](folder))
+        manager.wait_previous_save()
+    barrier("all have looked at once")
+    return seen
+
+
+def look_while_the_other_does_not(folder: str, orbax: bool, step: int) -> int | None:
+    """Saves in the background; then process 0 alone restores."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint_multiprocess(folder, small(step), step, async_manager=manager)
+    seen = int(LOOKS["steps"](folder)) if jax.process_index() == 0 else None
+    barrier("process 0 has looked")
+    manager.wait_previous_save()
+    return seen
+
+
+def _opened(folder: str) -> Any:
+    with flax_ckpt_compat.open_checkpoint(folder) as opened:
+        return opened
+
+
+def fail(folder: str, orbax: bool, at: str) -> tuple[tuple[str, ...], str]:
+    """Saves in the background where process 1 cannot write; what the next call raises."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+
+    def refuse() -> None:
+        if jax.process_index() == 1:
+            raise StorageError("no space in this test")
+
+    with _writing(orbax, refuse):
+        checkpoints.save_checkpoint_multiprocess(folder, small(2), 2, async_manager=manager)
+        while not manager.save_future.done():
+            time.sleep(0.005)
+    barrier(f"failed before {at}")
+    try:
+        if at == "save":
+            checkpoints.save_checkpoint_multiprocess(folder, small(3), 3, async_manager=manager)
+        elif at == "wait":
+            manager.wait_previous_save()
+        else:
+            checkpoints.restore_checkpoint(folder, small(-1))
+    except Exception as error:
+        return tuple(kind.__name__ for kind in type(error).__mro__), str(error)
+    return (), "nothing was raised"
+
+
+def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
+    """A background task of process 1 alone has failed; what the next save raises in each process."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+
+    def refuse() -> None:
+        raise StorageError("trouble of process 1 alone")
+
+    if jax.process_index() == 1:
+        async_saves.start(manager, location_of(folder), refuse)
+    try:
+        with config.override(coordination_timeout=20.0):
+            checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
+    except Exception as error:
+        return tuple(kind.__name__ for kind in type(error).__mro__), str(error)
+    return (), "nothing was raised"
+
+
+@contextmanager
+def _writing(orbax: bool, first: Any) -> Iterator[None]:
+    """Calls something before this process writes its part."""
+    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+    own = backend.write_process_part
+
+    def write_process_part(*args: Any) -> None:
+        first()
+        own(*args)
+
+    backend.write_process_part = write_process_part
+    try:
+        yield
+    finally:
+        backend.write_process_part = own
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        os.remove(path)
 
 
 def test_saves_in_the_background(orbax: bool, tmp_path: Path) -> None:
     """Values are those of the call, whatever is donated after; every step is there once, and in order."""
-    for committed in team_of(2).call(async_jobs.save_many, str(tmp_path), orbax, 5):
+    for committed in team_of(2).call(save_many, str(tmp_path), orbax, 5):
         assert committed == [0, 1, 2, 3, 4]
     assert team_of(2).call(jobs.restore_small, str(tmp_path), 3) == [3, 3]
     assert len(jobs.names(str(tmp_path))) == (3 if orbax else 6)
@@ -20,7 +196,7 @@ def test_saves_in_the_background(orbax: bool, tmp_path: Path) -> None:
 
 def test_the_commit_waits_for_all(orbax: bool, tmp_path: Path) -> None:
     """As long as one process has not written its part, there is no checkpoint; then there is one, whole."""
-    assert team_of(2).call(async_jobs.save_slowly, str(tmp_path), orbax) == [[], []]
+    assert team_of(2).call(save_slowly, str(tmp_path), orbax) == [[], []]
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [1, 1]
 
 
@@ -28,9 +204,9 @@ def test_the_commit_waits_for_all(orbax: bool, tmp_path: Path) -> None:
 def test_look_ups_after_a_background_save_agree(orbax: bool, tmp_path: Path) -> None:
     """Each process waits for its own part, so that none looks before process 0 has published; and for nobody else."""
     team = team_of(2)
-    for step, look in enumerate(async_jobs.LOOKS):
-        assert team.call(async_jobs.look_at_once, str(tmp_path), orbax, step, look) == [step, step], look
-    assert team.call(async_jobs.look_while_the_other_does_not, str(tmp_path), orbax, 99) == [99, None]
+    for step, look in enumerate(LOOKS):
+        assert team.call(look_at_once, str(tmp_path), orbax, step, look) == [step, step], look
+    assert team.call(look_while_the_other_does_not, str(tmp_path), orbax, 99) == [99, None]
 
 
 def test_a_failure_is_raised_in_all_processes_at_the_next_call(orbax: bool, tmp_path: Path) -> None:
@@ -38,7 +214,7 @@ def test_a_failure_is_raised_in_all_processes_at_the_next_call(orbax: bool, tmp_
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
     for at in ("save", "wait", "restore"):
-        for index, (kinds, error) in enumerate(team.call(async_jobs.fail, str(tmp_path), orbax, at)):
+        for index, (kinds, error) in enumerate(team.call(fail, str(tmp_path), orbax, at)):
             assert "CheckpointError" in kinds, kinds
             assert "no space in this test" in error
             assert index == 1 or "process 1 failed at 'commit'" in error
@@ -49,7 +225,7 @@ def test_a_failure_is_raised_in_all_processes_at_the_next_call(orbax: bool, tmp_
 
 def test_a_failure_in_one_process_only_is_told_to_all_at_the_next_save(orbax: bool, tmp_path: Path) -> None:
     """A failure of which only one process knows fails the next save of all, instead of leaving the others waiting."""
-    for index, (kinds, error) in enumerate(team_of(2).call(async_jobs.fail_unnoticed, str(tmp_path), orbax)):
+    for index, (kinds, error) in enumerate(team_of(2).call(fail_unnoticed, str(tmp_path), orbax)):
         assert "trouble of process 1 alone" in error
         assert (kinds[0] == "StorageError") == (index == 1)
     team_of(2).call(jobs.save_small, str(tmp_path), orbax, 2)

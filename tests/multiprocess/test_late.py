@@ -2,13 +2,288 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from tests.multiprocess import jobs, late_jobs
+from flax_ckpt_compat import checkpoints, config, transforms
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save.coordination import KeyValueStore
+from flax_ckpt_compat._trees import prng_keys
+from tests.multiprocess import jobs
+from tests.multiprocess.jobs import as_abstract, barrier, count, mesh, names, put, save_small, small, use
+from tests.support.logs import warnings_logged
 from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
+
+WHOLE = count((24, 4), np.float32)
+
+
+def save_late(folder: str, orbax: bool, step: int) -> str:
+    """Saves where process 1 has opened its files, and writes to them when the others have given up; the error."""
+    use(orbax)
+    _routed(orbax)
+
+    def wait() -> None:
+        deadline = time.monotonic() + 15
+        while any(name.startswith(".") for name in names(folder)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with _late(orbax, wait if jax.process_index() == 1 else lambda: None):
+        return _error(save_small, folder, orbax, step, None, 1)
+
+
+def _routed(orbax: bool) -> Any:
+    return backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+
+
+@contextmanager
+def _late(orbax: bool, wait: Callable[[], None]) -> Iterator[None]:
+    """Calls this when all is there that the values of the arrays are going to be written to."""
+    name = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if orbax else "flax_ckpt_compat.legacy.gda_write"
+    module: Any = importlib.import_module(name)
+    holder, attribute = (module.Database, "submit") if orbax else (module, "_write_chunks")
+    own = getattr(holder, attribute)
+
+    def opened(*args: Any) -> Any:
+        wait()
+        return own(*args)
+
+    setattr(holder, attribute, opened)
+    try:
+        yield
+    finally:
+        setattr(holder, attribute, own)
+
+
+def _error(job: Callable[..., Any], *args: Any) -> str:
+    try:
+        job(*args)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def save_without_descriptors(folder: str, orbax: bool, step: int) -> str:
+    """Saves where process 0 has no file descriptor left once it has begun; the error."""
+    use(orbax)
+    backend = _routed(orbax)
+    own, limits = backend.begin_multiprocess, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def begin_multiprocess(*args: Any) -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        own(*args)
+
+    backend.begin_multiprocess = begin_multiprocess
+    try:
+        return _error(save_small, folder, orbax, step, None, 5)
+    finally:
+        backend.begin_multiprocess = own
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def save_interrupted(folder: str, orbax: bool, step: int) -> str:
+    """Saves in this process alone, and is interrupted while it waits for the others; the error."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        return _error(save_small, folder, orbax, step, None, 3)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Refusing(checkpoints.AsyncManager):
+    """A manager of the user's that takes no task."""
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        """Refuses."""
+        raise OSError("no tasks in this test")
+
+
+def save_without_a_manager(folder: str, orbax: bool, step: int) -> str:
+    """Saves in the background where process 1's manager takes no task; the error of the save, or of the wait.
+
+    Process 0 answers its report before it goes on.
+    """
+    use(orbax)
+    manager = Refusing() if jax.process_index() == 1 else checkpoints.AsyncManager()
+    send = KeyValueStore.set
+
+    def send_and_wait(*args: Any) -> None:
+        send(*args)
+        time.sleep(0.2)
+
+    def save() -> None:
+        with config.override(coordination_timeout=20.0), pytest.MonkeyPatch.context() as patch:
+            if jax.process_index() == 1:
+                patch.setattr(KeyValueStore, "set", send_and_wait)
+            checkpoints.save_checkpoint_multiprocess(folder, small(step), step, async_manager=manager)
+        manager.wait_previous_save()
+
+    return _error(save)
+
+
+def save_split_otherwise(folder: str, orbax: bool) -> str:
+    """Saves an array that process 1 splits over the devices in another order, beside one like those of the others."""
+    use(orbax)
+    kind = "flat" if jax.process_index() else "plain"
+    tree = {"odd": put(WHOLE, NamedSharding(mesh(kind), P("x"))), **small(1)}
+    with config.override(coordination_timeout=20.0):
+        return _error(checkpoints.save_checkpoint_multiprocess, folder, tree, 1)
+
+
+def save_own_keys(folder: str, orbax: bool, count: int) -> list[str]:
+    """Saves two steps with a key that names the process beside so many that are the same; what was warned of."""
+    use(orbax)
+    index = jax.process_index()
+    # Process 2 has fewer leaves, all of which process 0 has.
+    own = {} if index == 2 else {f"host_{index}": np.arange(3)}
+    with warnings_logged() as warnings:
+        for step in (1, 2):
+            tree = {**{f"leaf{number}": np.float32(number) for number in range(count)}, **own}
+            checkpoints.save_checkpoint_multiprocess(folder, tree, step)
+    return warnings
+
+
+# Name → the processes whose devices hold an array, and how it is split.
+SUB_MESHES: dict[str, tuple[tuple[int, ...], P]] = {
+    "split01": ((0, 1), P("x")),
+    "split12": ((1, 2), P("x")),
+    "copies01": ((0, 1), P()),
+    "copies12": ((1, 2), P()),
+    "split0": ((0,), P("x")),
+}
+
+
+def sub_mesh(name: str) -> NamedSharding:
+    """The devices of some of three processes."""
+    owners, spec = SUB_MESHES[name]
+    return NamedSharding(Mesh(np.array([one for one in jax.devices() if one.process_index in owners]), ("x",)), spec)
+
+
+def sub_mesh_tree(scale: float, *, of_one: bool = True) -> dict[str, Any]:
+    """Arrays that leave out one process or two, and one that all of them hold."""
+    tree: dict[str, Any] = {"n": int(scale), "all": put(WHOLE * scale, NamedSharding(mesh(), P("x")))}
+    for name, (owners, _) in SUB_MESHES.items():
+        if of_one or len(owners) > 1:
+            tree[name] = _put_some(WHOLE * np.float32(scale), sub_mesh(name))
+    return tree
+
+
+def _put_some(values: Any, sharding: Any) -> Any:
+    places = sharding.addressable_devices_indices_map(values.shape).items()
+    shards = [jax.device_put(values[index], device) for device, index in places]
+    if not shards:
+        return prng_keys.without_shards(values.shape, values.dtype, sharding)
+    return jax.make_array_from_single_device_arrays(values.shape, sharding, shards)
+
+
+def save_on_sub_meshes(folder: str, orbax: bool, background: bool) -> None:
+    """Saves them as step 1."""
+    use(orbax)
+    manager = checkpoints.AsyncManager() if background else None
+    checkpoints.save_checkpoint_multiprocess(folder, sub_mesh_tree(1), 1, async_manager=manager)
+    if manager:
+        manager.wait_previous_save()
+
+
+def restore_on_sub_meshes(folder: str, abstract: bool) -> None:
+    """Restores them where they were, in all processes, and checks each bit."""
+    target = sub_mesh_tree(0)
+    asked = jax.tree.map(as_abstract, target) if abstract else target
+    check_sub_meshes(checkpoints.restore_checkpoint(folder, asked), target)
+
+
+def check_sub_meshes(got: Any, target: Any) -> None:
+    """Each array has the shards of this process, which may be none, and their values."""
+    assert got["n"] == 1
+    for name in target:
+        if name == "n":
+            continue
+        leaf, wanted = got[name], target[name]
+        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype), name
+        if isinstance(leaf, jax.Array):  # else of this process alone, which a msgpack file has whole
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), name
+            assert len(leaf.addressable_shards) == len(wanted.addressable_shards), name
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), WHOLE[shard.index], name)
+        else:
+            np.testing.assert_array_equal(leaf, WHOLE, name)
+
+
+def sub_meshes_with_flax(folder: str, writer: str) -> None:
+    """Saves with ours and restores with real Flax, flag off, or the other way round."""
+    from flax.training import checkpoints as flax_checkpoints
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+    use(False)
+    manager = GlobalAsyncCheckpointManager()
+    tree, target = sub_mesh_tree(1, of_one=False), sub_mesh_tree(0, of_one=False)
+    if writer == "flax":
+        flax_checkpoints.save_checkpoint_multiprocess(folder, tree, 1, gda_manager=manager)
+        manager.wait_until_finished()
+    else:
+        checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+    barrier("saved on sub-meshes")
+    module: Any = checkpoints if writer == "flax" else flax_checkpoints
+    check_sub_meshes(module.restore_checkpoint(folder, target, 1, gda_manager=manager), target)
+
+
+def read_with_orbax(path: str) -> None:
+    """Reads the checkpoint of `save_on_sub_meshes` with real Orbax in a single process, as numpy."""
+    import orbax.checkpoint as ocp
+
+    tree = dict.fromkeys(["n", "all", *SUB_MESHES], 0)
+    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    arguments["n"] = ocp.RestoreArgs(restore_type=int)
+    got = ocp.PyTreeCheckpointer().restore(path, restore_args=arguments)
+    assert got.pop("n") == 1
+    for name, values in got.items():
+        np.testing.assert_array_equal(values, WHOLE, name)
+
+
+def restore_other_kinds(folder: str) -> None:
+    """Saves what each process has, and restores it onto devices of processes 1 and 2 only; keys and computed, too."""
+    use(False)
+    values = np.arange(8, dtype=np.float32)
+    tree = {"keys": jax.random.split(jax.random.key(3), 8), "old": values, "plain": values}
+    checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+    sharding = sub_mesh("split12")
+    shapes = {"keys": tree["keys"], "new": values, "plain": values}
+    target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
+    rules = {"new": transforms.Transform(original_key="old", value_fn=lambda leaf: leaf + 1)}
+    got = checkpoints.restore_checkpoint(folder, target, orbax_transforms=rules)
+    wanted = {"keys": np.asarray(jax.random.key_data(tree["keys"])), "new": values + 1, "plain": values}
+    for name, leaf in got.items():
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (target[name].shape, target[name].dtype, sharding), name
+        for shard in leaf.addressable_shards:
+            data = jax.random.key_data(shard.data) if name == "keys" else shard.data
+            np.testing.assert_array_equal(np.asarray(data), wanted[name][shard.index], name)
+    assert bool(got["plain"].addressable_shards) == (jax.process_index() > 0)
+    unfit = {"plain": jax.ShapeDtypeStruct((9,), np.float32, sharding=sharding)}
+    checkpoints.save_checkpoint_multiprocess(folder, {"plain": np.zeros(9, np.float32)}, 2)
+    assert "does not fit the target's" in _error(checkpoints.restore_checkpoint, folder, unfit, 2)
+
 
 # Processes wait for each other in the same way in both formats.
 IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
@@ -21,7 +296,7 @@ def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Pa
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
     before = jobs.names(str(tmp_path))
-    for error in team.call(late_jobs.save_late, str(tmp_path), orbax, 2):
+    for error in team.call(save_late, str(tmp_path), orbax, 2):
         assert error.startswith("ProcessTimeoutError: "), error
         assert "process 1 of 2 did not reach barrier 'commit'" in error
     assert jobs.names(str(tmp_path)) == before
@@ -31,7 +306,7 @@ def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Pa
 def test_no_descriptors_in_process_0(orbax: bool, tmp_path: Path) -> None:
     """What could not be removed then is removed by the next save of the same processes."""
     team = team_of(2)
-    for error in team.call(late_jobs.save_without_descriptors, str(tmp_path), orbax, 1):
+    for error in team.call(save_without_descriptors, str(tmp_path), orbax, 1):
         assert "Too many open files" in error
     team.call(jobs.save_small, str(tmp_path), orbax, 2)
     assert jobs.names(str(tmp_path)) == (["checkpoint_2"] if orbax else jobs.both(2))
@@ -43,7 +318,7 @@ def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path)
     """The next save of the same step, and of another one, finds all processes and accuses none."""
     team = team_of(2)
     for step in (1, 2):
-        outcome = team.run(late_jobs.save_interrupted, str(tmp_path), orbax, 1, only=[1], timeout=20)[1]
+        outcome = team.run(save_interrupted, str(tmp_path), orbax, 1, only=[1], timeout=20)[1]
         assert outcome.value == "KeyboardInterrupt: "
         team.call(jobs.save_small, str(tmp_path), orbax, step, None, 3)
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
@@ -52,7 +327,7 @@ def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path)
 def test_a_manager_that_takes_no_task(orbax: bool, tmp_path: Path) -> None:
     """The others raise the reason at once, and nothing is left."""
     team = team_of(2)
-    errors = team.run(late_jobs.save_without_a_manager, str(tmp_path), orbax, 1, timeout=15)
+    errors = team.run(save_without_a_manager, str(tmp_path), orbax, 1, timeout=15)
     assert [outcome.value.partition(":")[0] for outcome in errors] == ["MultiprocessSaveError", "OSError"], errors
     assert all("no tasks in this test" in outcome.value for outcome in errors), errors
     assert jobs.names(str(tmp_path)) == []
@@ -60,7 +335,7 @@ def test_a_manager_that_takes_no_task(orbax: bool, tmp_path: Path) -> None:
 
 def test_a_sharding_that_differs_in_one_leaf(orbax: bool, tmp_path: Path) -> None:
     """The error names the leaf, before anything is written."""
-    for error in team_of(2).call(late_jobs.save_split_otherwise, str(tmp_path), orbax):
+    for error in team_of(2).call(save_split_otherwise, str(tmp_path), orbax):
         assert error.startswith("MultiprocessSaveError: "), error
         assert "process 1 saves" in error
         assert "shardings" in error
@@ -71,7 +346,7 @@ def test_a_sharding_that_differs_in_one_leaf(orbax: bool, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path) -> None:
     """They are not saved, as in Flax, which process 0 says once; a process may hold fewer."""
-    warned, *others = team_of(3).call(late_jobs.save_own_keys, str(tmp_path), orbax, 3)
+    warned, *others = team_of(3).call(save_own_keys, str(tmp_path), orbax, 3)
     assert others == [[], []]
     assert len(warned) == 1, warned
     assert "are not saved (4 leaves, and 4 in process 0)" in warned[0]
@@ -82,21 +357,21 @@ def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path) -> Non
 def test_sub_meshes_that_leave_out_a_process(orbax: bool, tmp_path: Path, background: bool) -> None:
     """All processes save and restore arrays of which some see nothing; real Orbax reads them, too."""
     team = team_of(3)
-    team.call(late_jobs.save_on_sub_meshes, str(tmp_path), orbax, background)
+    team.call(save_on_sub_meshes, str(tmp_path), orbax, background)
     for abstract in (False, True):
-        team.call(late_jobs.restore_on_sub_meshes, str(tmp_path), abstract)
+        team.call(restore_on_sub_meshes, str(tmp_path), abstract)
     if orbax and not background:
-        late_jobs.read_with_orbax(str(tmp_path / "checkpoint_1"))
+        read_with_orbax(str(tmp_path / "checkpoint_1"))
 
 
 @needs_arrays_without_shards
 @pytest.mark.parametrize("writer", ["ours", "flax"])
 def test_sub_meshes_with_real_flax(tmp_path: Path, writer: str) -> None:
     """Real Flax restores ours in all processes, and ours restore its."""
-    team_of(3).call(late_jobs.sub_meshes_with_flax, str(tmp_path), writer)
+    team_of(3).call(sub_meshes_with_flax, str(tmp_path), writer)
 
 
 @needs_arrays_without_shards
 def test_any_leaf_is_restored_onto_a_sub_mesh(tmp_path: Path) -> None:
     """Typed keys, what a transform computed, and plain arrays; what does not fit is the same error in all processes."""
-    team_of(3).call(late_jobs.restore_other_kinds, str(tmp_path))
+    team_of(3).call(restore_other_kinds, str(tmp_path))

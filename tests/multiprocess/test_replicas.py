@@ -3,18 +3,112 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.tree import KeyData
 from flax_ckpt_compat._trees import prng_keys
-from tests.multiprocess import jobs, replica_jobs
+from tests.multiprocess import jobs
 from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
+
+ROWS = 512
+LAYERS = 8
+
+
+def values() -> dict[str, Any]:
+    """Eight large arrays of 1 MiB, one of another dtype, and small ones."""
+    rng = np.random.default_rng(3)
+    found = {f"layer{number}": rng.random((ROWS, 512), np.float32) for number in range(LAYERS)}
+    return found | {"bf16": found["layer0"].repeat(2, 0).astype(jnp.bfloat16), "bias": np.arange(3, dtype=np.float32)}
+
+
+def replicated(array: Any) -> Any:
+    """An array that each process holds, as it is given there."""
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    shards = [jax.device_put(array, device) for device in jax.local_devices()]
+    return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(mesh, P()), shards)
+
+
+def state(kind: str = "") -> dict[str, Any]:
+    """The tree that this process saves; of kind ``lacking``, process 1 lacks an array."""
+    tree: dict[str, Any] = {name: replicated(array) for name, array in values().items()}
+    if kind == "lacking" and jax.process_index() == 1:
+        tree["layer1"] = None
+    return tree | {"step": 3, "host": np.arange(ROWS * 512.0)}
+
+
+def save_on_some(folder: str) -> int:
+    """Saves arrays that the first two of three processes hold; how many bytes this process wrote."""
+    jobs.use(True)
+    devices = [device for device in jax.devices() if device.process_index < 2]
+    sharding = NamedSharding(Mesh(np.array(devices), ("some",)), P())
+
+    def put(array: Any) -> Any:
+        if not sharding.addressable_devices:
+            return prng_keys.without_shards(array.shape, array.dtype, sharding)
+        return jobs.put(array, sharding)
+
+    tree, before = {name: put(array) for name, array in values().items()}, written()
+    checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+    jobs.barrier("saved")
+    found = checkpoints.restore_checkpoint(folder, None)
+    for name, array in values().items():
+        assert np.asarray(found[name]).tobytes() == array.tobytes(), name
+    return written() - before
+
+
+def save(folder: str, kind: str = "", in_background: bool = False, settings: Any = None) -> int:
+    """Saves it; how many bytes this process wrote, as the kernel counts them."""
+    jobs.use(True)
+    tree, manager = state(kind), checkpoints.AsyncManager() if in_background else None
+    before = written()
+    with config.override(**(settings or {})):
+        checkpoints.save_checkpoint_multiprocess(folder, tree, 1, async_manager=manager, overwrite=True)
+        if manager is not None:
+            manager.wait_previous_save()
+    jobs.barrier("saved")
+    return written() - before
+
+
+def written() -> int:
+    """How many bytes this process has written so far."""
+    with open("/proc/self/io") as file:
+        return int(file.read().split("wchar: ")[1].split()[0])
+
+
+def restore(folder: str) -> None:
+    """Restores it without a target, and onto all devices; compares every bit."""
+    wanted = values() | {"host": np.arange(ROWS * 512.0), "step": 3}
+    for target in (None, state()):
+        got = checkpoints.restore_checkpoint(folder, target)
+        for name, array in wanted.items():
+            found = np.asarray(got[name].addressable_data(0) if isinstance(got[name], jax.Array) else got[name])
+            assert found.tobytes() == np.asarray(array).tobytes(), name
+
+
+def restore_with_orbax(folder: str) -> None:
+    """Restores it with real Orbax, onto all devices."""
+    target = state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        got = ocp.PyTreeCheckpointer().restore(f"{folder}/checkpoint_1", item=target, restore_args=arguments)
+    for name, array in values().items():
+        assert got[name].sharding.is_equivalent_to(target[name].sharding, array.ndim)
+        jobs.check_shards(name, got[name], array)
+    assert got["step"] == 3
+
 
 MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
@@ -34,29 +128,29 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts 
 def test_the_work_is_shared(tmp_path: Path, count: int, in_background: bool, settings: dict[str, Any]) -> None:
     """Of 9 MiB that all hold each array is written by one, and process 0 writes 2 MiB more; real Orbax reads it."""
     team = team_of(count)
-    written = team.call(replica_jobs.save, str(tmp_path), "", in_background, settings)
+    written = team.call(save, str(tmp_path), "", in_background, settings)
     assert 11 * MIB < sum(written) < 12.2 * MIB
     assert max(written) < 11 * MIB
-    team.call(replica_jobs.restore, str(tmp_path))
-    team.call(replica_jobs.restore_with_orbax, str(tmp_path))
-    team_of(1).call(replica_jobs.restore_with_orbax, str(tmp_path))
+    team.call(restore, str(tmp_path))
+    team.call(restore_with_orbax, str(tmp_path))
+    team_of(1).call(restore_with_orbax, str(tmp_path))
 
 
 @linux
 def test_a_process_that_lacks_an_array(tmp_path: Path) -> None:
     """Process 0 writes all where the others hold something else."""
     team = team_of(2)
-    first, other = team.call(replica_jobs.save, str(tmp_path), "lacking")
+    first, other = team.call(save, str(tmp_path), "lacking")
     assert first > 11 * MIB
     assert other < MIB // 4
-    team.call(replica_jobs.restore, str(tmp_path))
+    team.call(restore, str(tmp_path))
 
 
 @linux
 @needs_arrays_without_shards
 def test_arrays_that_one_process_does_not_hold(tmp_path: Path) -> None:
     """Those that hold them write them, and the third one has none."""
-    written = team_of(3).call(replica_jobs.save_on_some, str(tmp_path))
+    written = team_of(3).call(save_on_some, str(tmp_path))
     assert sum(written[:2]) < 10.4 * MIB, written
     assert written[2] < MIB // 4
 
@@ -65,7 +159,7 @@ def test_the_files_say_the_same_whoever_writes(tmp_path: Path) -> None:
     """The structure and the shardings are those of a save by process 0 alone."""
     team = team_of(2)
     for kind in ("shared", "lacking"):
-        team.call(replica_jobs.save, str(tmp_path / kind), kind)
+        team.call(save, str(tmp_path / kind), kind)
     for name in ("_METADATA", "_sharding", "array_metadatas/process_0"):
         shared, alone = (tmp_path / folder / "checkpoint_1" / name for folder in ("shared", "lacking"))
         assert shared.read_bytes() == alone.read_bytes()

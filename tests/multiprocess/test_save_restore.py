@@ -48,12 +48,6 @@ def test_every_bit_comes_back_on_any_number_of_processes(
         team_of(readers).call(jobs.restore_mixed, str(tmp_path), orbax, onto, abstract)
 
 
-def test_what_one_process_saved_is_restored_by_several(orbax: bool, tmp_path: Path) -> None:
-    """A checkpoint of one process restores on a mesh over four."""
-    team_of(1).call(jobs.save_mixed, str(tmp_path), orbax, "plain")
-    team_of(4).call(jobs.restore_mixed, str(tmp_path), orbax, "turned")
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_without_a_target_it_is_what_one_process_would_have_saved(orbax: bool, tmp_path: Path, count: int) -> None:
     """The same tree, as numpy in one process, saved by one process, restores to the same types and bits."""

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import rich.console
 from click.testing import CliRunner, Result
 
-from flax_ckpt_compat import checkpoints, errors, save
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._view import show
 from flax_ckpt_compat._view.array_values import Stats
@@ -129,18 +128,6 @@ def test_json_beside_the_only_tree(tmp_path: Path) -> None:
     assert {leaf["path"]: leaf["kind"] for leaf in shown} == {"x": "array", "notes/loss": "float"}
     (listed,) = json.loads(CliRunner().invoke(main, ["ls", str(tmp_path), "--leaves", "--json"]).stdout)
     assert listed["leaves"] == 2
-
-
-@pytest.mark.parametrize("tree", [{}, None, np.full(2, 9.0), 9], ids=str)
-def test_json_beside_an_only_tree_without_names(tmp_path: Path, tree: Any) -> None:
-    """The JSON has rows of its own, with its own numbers."""
-    with ocp.CheckpointManager(tmp_path) as manager:
-        items = {"state": ocp.args.PyTreeSave({"x": 1}), "notes": ocp.args.JsonSave({"loss": 0.5})}
-        manager.save(3, args=ocp.args.Composite(**items))
-    shutil.rmtree(tmp_path / "3" / "state")
-    Path(save(tmp_path / "alone", tree, format="orbax")).rename(tmp_path / "3" / "state")
-    shown = run(tmp_path, "--stats").stdout.splitlines()
-    assert [line.split() for line in shown[2:4]] == [["notes", "1"], ["loss", "float", "1", *["0.5"] * 3, "0", "0"]]
 
 
 def test_sharding(tmp_path: Path) -> None:
