@@ -14,16 +14,9 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 
+from flax_ckpt_compat._core import errors, steps
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import (
-    CheckpointNotFoundError,
-    IncompleteCheckpointError,
-    MissingPathError,
-    StorageError,
-    UnrecognizedFormatError,
-)
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location, is_url
 from flax_ckpt_compat._core.storage_errors import is_denied
@@ -153,7 +146,7 @@ def checkpoint_around(path: Location) -> Location | None:
 def _around(folder: Location) -> Location | None:
     """Return the first checkpoint of a folder and all above it, found by the names of markers, without listings."""
     while folder.path.strip("/") and is_url(folder.path) == is_url(folder.parent.path):  # a bucket holds none
-        with suppress(StorageError):  # where a look is refused, there is none
+        with suppress(errors.StorageError):  # where a look is refused, there is none
             if any((folder / name).isfile() for name in MARKERS) and is_certainly_orbax(folder):
                 return folder
         folder = folder.parent
@@ -189,13 +182,18 @@ def checkpoint_at(path: Location) -> Contents:
     """Describe the complete checkpoint, or temporary, at a path, to be opened; raise if it is something else."""
     found = contents_of(path)
     if found.state is State.ABSENT:
-        raise CheckpointNotFoundError(f"{path} does not exist", path=path.path)
+        raise errors.CheckpointNotFoundError(f"{path} does not exist", path=path.path)
     if dangling := presence.dangling_link(path.path):
-        raise CheckpointNotFoundError(dangling, path=path.path, has_remedy=True)
+        raise errors.CheckpointNotFoundError(dangling, path=path.path, has_remedy=True)
     if found.state is State.FOREIGN and not found.is_readable:
-        raise UnrecognizedFormatError(foreign_message(found), path=path.path)
+        raise errors.UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
-        raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
+        if found.state is State.TEMPORARY:
+            what = f"{path} is not a checkpoint yet: it is {found.why}. Restore another step."
+        else:
+            remedy = "Files were lost, or not all were copied: restore another step, or the lost files from a backup."
+            what = f"{path} is not a complete checkpoint: {found.why}. {remedy}"
+        raise errors.IncompleteCheckpointError(what, path=path.path)
     orbax_directory.check_record(path, orbax_directory.names_in(path))
     return found
 
@@ -206,19 +204,11 @@ def foreign_message(found: Contents) -> str:
     return f"{found.location} is not a checkpoint of Flax or Orbax: it looks like {found.why}. {remedy}"
 
 
-def incomplete_message(found: Contents) -> str:
-    """Return what an error says of a checkpoint that was never finished, or lost a part."""
-    if found.state is State.TEMPORARY:
-        return f"{found.location} is not a checkpoint yet: it is {found.why}. Restore another step."
-    remedy = "Files were lost, or not all were copied: restore another step, or restore the lost files from a backup."
-    return f"{found.location} is not a complete checkpoint: {found.why}. {remedy}"
-
-
 def _look_once(path: Location, lists_denied: bool) -> Contents:
     """See `contents_of`; this may be wrong where another process replaces the checkpoint meanwhile."""
     try:
         found = _directory(path, set(path.listdir())) if path.isdir() else _file(path)
-    except StorageError as error:
+    except errors.StorageError as error:
         if _is_absent(error):  # a link to nothing was a checkpoint once
             dangling = presence.dangling_link(path.path)
             return Contents(path, State.INCOMPLETE if dangling else State.ABSENT, dangling or "it does not exist")
@@ -230,8 +220,8 @@ def _look_once(path: Location, lists_denied: bool) -> Contents:
     return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_readable)
 
 
-def _is_absent(error: StorageError) -> bool:
-    return isinstance(error, MissingPathError) or error.errno == errno.ELOOP
+def _is_absent(error: errors.StorageError) -> bool:
+    return isinstance(error, errors.MissingPathError) or error.errno == errno.ELOOP
 
 
 def _file(path: Location) -> Contents:
@@ -241,7 +231,7 @@ def _file(path: Location) -> Contents:
         if not head:
             return Contents(path, State.INCOMPLETE, "the file is empty", Layout.FILE)
         look = foreign.file_looks_like(path, head)
-    except StorageError as error:
+    except errors.StorageError as error:
         if _is_absent(error):
             raise
         if path.exists() and not path.isfile():
@@ -340,7 +330,7 @@ def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
         return False
     if inside:
         return orbax_directory.is_checkpoint_itself(path.name, inside, is_marked=False) and _has_sign(path, inside)
-    with suppress(MissingPathError):  # removed meanwhile
+    with suppress(errors.MissingPathError):  # removed meanwhile
         return steps.ends_in_step(path.name) and path.isfile() and foreign.may_be_msgpack_tree(path)
     return False
 

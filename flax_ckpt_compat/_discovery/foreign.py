@@ -13,16 +13,11 @@ from contextlib import contextmanager, suppress
 
 import msgpack  # type: ignore[import-untyped]
 
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnrecognizedFormatError,
-    add_sentence,
-)
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.location import Location
 
 FIRST_BYTES = 1024
+UNUSABLE = (errors.CorruptCheckpointError, errors.IncompleteCheckpointError, errors.UnrecognizedFormatError)
 LFS_POINTER = "a git-lfs pointer (the file itself was never fetched: run `git lfs pull`)"
 _LFS_START = b"version https://git-lfs"
 ZIP = (
@@ -56,10 +51,7 @@ _TENSORFLOW = "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"
 _SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
 # To restore from a folder, the best first.
 _READ_SUFFIXES = (".safetensors.index.json", ".msgpack", ".mpk", ".mpack", ".flax", ".npz", ".safetensors")
-_HUGGING_FACE = (
-    r"(diffusion_)?flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(adapter_)?model(-\d+-of-\d+)?\.safetensors|"
-    r"trainer_state\.json"
-)
+_HUGGING_FACE = r".*flax_model.*\.msgpack|pytorch_model.*\.bin|(adapter_)?model.*\.safetensors|trainer_state\.json"
 _KINDS = (
     (re.compile(r".*\.index\.json"), "a model of Hugging Face in several files, or shards"),
     (re.compile(_HUGGING_FACE), "a model folder of Hugging Face"),
@@ -70,10 +62,7 @@ _KINDS = (
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
     (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
     (re.compile(r".*\.(pt|pth|ckpt|bin|distcp)"), "a folder of PyTorch checkpoints, which it reads"),
-    (
-        re.compile(r".*\.(safetensors|h5|hdf5|keras|np[yz])"),
-        "a folder of arrays in files of safetensors, HDF5 or numpy",
-    ),
+    (re.compile(r".*\.(safetensors|h5|hdf5|keras|np[yz])"), "a folder of files of safetensors, HDF5 or numpy"),
 )
 
 
@@ -175,13 +164,13 @@ def naming_lfs_pointers(path: Location) -> Iterator[None]:
     """Name a pointer of git-lfs in an error of damage, if the checkpoint's directory has one."""
     try:
         yield
-    except (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError) as error:
-        with suppress(OSError, CheckpointError):  # in a store one listing tells
+    except UNUSABLE as error:
+        with suppress(OSError, errors.CheckpointError):  # in a store one listing tells
             listed = path.unlisted().listed()
             files = [listed / name for name in sorted(listed.files_below())[:_MAX_FILES]] if listed.isdir() else []
             pointer = next((file for file in files if file.size() <= FIRST_BYTES and is_lfs_pointer(file)), None)
             if pointer is not None and LFS_POINTER not in str(error):
-                add_sentence(error, f"{pointer} is {LFS_POINTER}.")
+                errors.add_sentence(error, f"{pointer} is {LFS_POINTER}.")
         raise
 
 

@@ -28,11 +28,6 @@ def open_stream(location: Location) -> Reader:
     return cast(Reader, _imported(_LEGACY).open_stream(location))
 
 
-def missing_file(location: Location) -> str | None:
-    """Return a file that a directory with an array database needs and lacks; None if none is, or it does not decode."""
-    return cast(str | None, cast(Any, backend_for(Format.ORBAX)).missing_file(location))
-
-
 def _open_msgpack(location: Location) -> Reader:
     return cast(Reader, _imported(_LEGACY).open_part_of_orbax(location))
 

@@ -15,15 +15,13 @@ from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.orbax_directory import names_in
 
 _PLACEHOLDER = steps.ARRAYS_PLACEHOLDER.encode()
-# A text of msgpack that begins with the placeholder: its length, in the tag itself or behind it.
+# A text of msgpack that begins with the placeholder, before a folder's name: its length, in the tag or behind it.
 _REFERENCE = re.compile(rb"(?:([\xb1-\xbf])|\xd9(.)|\xda(..)|\xdb(....))" + re.escape(_PLACEHOLDER), re.DOTALL)
 _MAX_BYTES = 2**20  # bytes to look at; larger files are left to the reader
 
 
 def missing_array(file: Location, head: bytes) -> str | None:
-    """Return what the arrays beside a msgpack file lack, in words; ``head`` are its first bytes.
-
-    In their places Flax writes the text `steps.ARRAYS_PLACEHOLDER` and a folder's name."""
+    """Return what the arrays beside a msgpack file lack, in words; ``head`` are its first bytes."""
     folder = file.sibling(steps.ARRAYS_POSTFIX)
     is_all = len(head) < foreign.FIRST_BYTES and not file.is_remote
     if _PLACEHOLDER not in head and (is_all or not folder.isdir()):

@@ -11,18 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from flax_ckpt_compat._core import errors, steps
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    ReplacedError,
-    StorageError,
-    UnrecognizedFormatError,
-    add_sentence,
-)
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
@@ -36,7 +26,6 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, Directory
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
 _MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
-_UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +76,7 @@ def _is_checkpoint(root: Location) -> bool:
         begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
         if found.state is State.INCOMPLETE and not found.is_marked:
             return any(name.startswith(begun) for name in root.listdir())
-    except StorageError as error:
+    except errors.StorageError as error:
         folder, name = os.path.split(error.path or root.path)
         is_step = STEP_DIRECTORY.fullmatch(root.name) and name != _RECOVERED
         if not is_denied(error) or folder != root.path or name in _MAY_BE_PARTS or is_step:
@@ -104,7 +93,7 @@ def _exists(path: Location) -> bool:
         names = path.parent.listdir()
     except ValueError:  # a NUL in the path
         return False
-    except StorageError as error:
+    except errors.StorageError as error:
         if is_denied(error) or error.errno in CANNOT_BE_THERE:
             return False
         raise
@@ -123,16 +112,14 @@ def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
     number = steps.step_of(path.name, checkpoint_dir.prefix)
     if alike := [entry for entry in directory.steps or directory.other_family if entry.step == number]:
         return LocatedCheckpoint(alike[-1].location, named=True)  # the same number, spelt otherwise
-    if why := path.why_too_long():
-        known = f"{why}; shorten the step or the prefix"
-    elif available := [entry.text for entry in saved_steps.available_in(directory)]:
+    if available := [entry.text for entry in saved_steps.available_in(directory)]:
         known = f"available steps: {', '.join(available)}"
     elif root.isfile() or contents.is_certainly_orbax(root):
         known = f"{root} is itself a checkpoint; leave out step="
     else:
         raise not_found.of_checkpoints(checkpoint_dir).error(path, f"Matching checkpoint not found: {path} (", ")")
     message = f"Matching checkpoint not found: {path} ({known})"
-    raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
+    raise errors.CheckpointNotFoundError(message, path=path.path, has_remedy=True)
 
 
 def read_found(
@@ -161,26 +148,25 @@ def read_found(
                 return read(found.location.listed())
         except Exception as error:
             if not _has_changed(found, before, error, checkpoint_dir):
-                if not found.named and isinstance(error, _UNUSABLE):
+                if not found.named and isinstance(error, foreign.UNUSABLE):
                     _add_older_step(error, checkpoint_dir, found.location)
                 raise
             if found.named and not is_there(found.location):
                 raise removed_error(found.location) from error
             removed = found.location.unlisted(), error
     assert removed is not None
-    raise CheckpointNotFoundError(
-        f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it; keep "
-        "more checkpoints (keep=), or save less often",
-        path=removed[0].path,
-    ) from removed[1]
+    what = f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it"
+    remedy = "keep more checkpoints (keep=), or save less often"
+    raise errors.CheckpointNotFoundError(f"{what}; {remedy}", path=removed[0].path) from removed[1]
 
 
-def _add_older_step(error: CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
+def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
     """Add to the error of the latest step which older one looks complete."""
-    with suppress(CheckpointError, OSError):
+    with suppress(errors.CheckpointError, OSError):
         directory = Directory(checkpoint_dir, tolerant=True)
         if older := directory.newest(lambda found: found.is_complete and found.location != path):
-            add_sentence(error, f"The newest other one that looks complete is {older.name}: pass step={older.text}.")
+            sentence = f"The newest other one that looks complete is {older.name}: pass step={older.text}."
+            errors.add_sentence(error, sentence)
 
 
 def _nothing(
@@ -188,12 +174,9 @@ def _nothing(
 ) -> _Result:
     if (lost := found.lost) is not None:
         # No save that is interrupted leaves one on a file system under its final name: a program must not begin anew.
-        raise IncompleteCheckpointError(
-            f"{lost.location} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is "
-            "complete. Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it "
-            "away.",
-            path=lost.location.path,
-        )
+        what = f"{lost.location} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is"
+        remedy = "Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it away."
+        raise errors.IncompleteCheckpointError(f"{what} complete. {remedy}", path=lost.location.path)
     if otherwise is None:
         raise found.error(checkpoint_dir.root, f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
@@ -208,16 +191,14 @@ def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
 def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkpoint_dir: CheckpointDir) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
     location = found.location
-    if isinstance(error, ReplacedError) and error.path == location.path:
-        return True
-    if location.is_remote and getattr(error, "errno", None) == errno.ESTALE:
-        return True
-    if location.listing is not None and location.watch()():  # a store has other objects than when it was listed
+    is_replaced = isinstance(error, errors.ReplacedError) and error.path == location.path
+    is_stale = location.is_remote and getattr(error, "errno", None) == errno.ESTALE
+    if is_replaced or is_stale or (location.listing is not None and location.watch()()):  # since a store was listed
         return True
     location = location.unlisted()
     if not is_there(location) or location.identity() != before:
         return True
-    with suppress(CheckpointError):
+    with suppress(errors.CheckpointError):
         now = None if found.named else find(checkpoint_dir, None)
         return isinstance(now, Absence) or (now is not None and now.location.path != location.path)
     return False
@@ -241,19 +222,19 @@ def unchanged(path: Location, since: Callable[[], bool] | None = None) -> Iterat
             raise
         cause = error
     if cause is not None or is_replaced():
-        raise ReplacedError(f"{path} was replaced while it was read; restore again", path=path.path) from cause
+        raise errors.ReplacedError(f"{path} was replaced while it was read; restore again", path=path.path) from cause
 
 
 def is_there(path: Location) -> bool:
     """Return whether a path exists, or may exist."""
     try:
         return path.unlisted().exists()
-    except StorageError:
+    except errors.StorageError:
         return True
 
 
-def removed_error(path: Location) -> CheckpointNotFoundError:
+def removed_error(path: Location) -> errors.CheckpointNotFoundError:
     """Return the error for a named checkpoint that was removed, or is a link to nothing."""
     removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
     dangling = presence.dangling_link(path.path)
-    return CheckpointNotFoundError(dangling or removed, path=path.path, has_remedy=dangling is not None)
+    return errors.CheckpointNotFoundError(dangling or removed, path=path.path, has_remedy=dangling is not None)

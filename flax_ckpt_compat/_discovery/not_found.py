@@ -48,8 +48,6 @@ class Absence:
 def of_directory(path: Location) -> Absence:
     """Explain that a path does not exist, by what is beside it, or beside the first folder on the way that is not."""
     missing = f"{path} does not exist"
-    if why := path.why_too_long():
-        return Absence(f"{missing}, as {why}", "shorten it")
     if path.is_remote:
         return Absence(missing, is_start=True)
     with suppress(*_FAILURES):

@@ -9,15 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, Reader
-from flax_ckpt_compat._core.errors import (
-    ArgumentError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnrecognizedFormatError,
-    add_sentence,
-)
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, foreign, layouts, orbax_directory
@@ -25,7 +19,6 @@ from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.orbax_directory import Item, ItemKind, arrays_below, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
-_DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
 _OF_TREES = "orbax.PyTreeCheckpointHandler"
 
 
@@ -43,12 +36,10 @@ class Opened:
         allows_unknown: bool = False,
         read_by: Callable[[Location, str, Reader | None], Reader] | None = None,
     ):
-        """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name.
+        """Detect what is there: all, ``item`` as one tree, or ``items`` by name; `Backend.open` has ``verify``.
 
-        With ``item``, the checkpoint is that item, as one tree; with ``items``, these, by their names. Raise
-        UnrecognizedFormatError if only handlers of others read it, unless the caller ``allows_unknown``; then '' is the
-        whole checkpoint. If it ``warns``, a log line names unknown items. ``read_by`` makes the reader of each tree, of
-        the checkpoint, the item's name and our own reader; it may know what we do not."""
+        Raise UnrecognizedFormatError if only handlers of others read it, unless ``allows_unknown``; then '' is all of
+        it. ``read_by`` makes the reader of each tree, of the checkpoint, the item's name and our own reader."""
         self._verify, self._read_by = verify, read_by
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
@@ -62,18 +53,17 @@ class Opened:
             found = dataclasses.replace(found, items={"": Item(Format.ORBAX, found.location)}, unknown=())
             self._readers[""] = read_by(path.unlisted(), "", None)
         elif not found.items and not allows_unknown:
-            raise UnrecognizedFormatError(
-                f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it "
-                "with the orbax_checkpointer that wrote it.",
-                path=path.path,
-            )
+            what = f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here"
+            remedy = "restore it with the orbax_checkpointer that wrote it."
+            raise errors.UnrecognizedFormatError(f"{what}; {remedy}", path=path.path)
         self.contents = found
         self.location = path.unlisted()  # of the checkpoint
         # Name → format and location; a checkpoint that is one tree has the single item ''.
         self.items: dict[str, Item] = dict(found.items)
         if path.is_remote and len(found.items) == 1:
             self.reader(*found.items)  # now, while the listing is new
-        self.items = {name: item.unlisted() for name, item in found.items.items()}
+        for name, one in found.items.items():
+            self.items[name] = dataclasses.replace(one, location=one.location.unlisted())
         if found.unknown and warns:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
 
@@ -108,9 +98,10 @@ class Opened:
         if item not in self._readers:
             try:
                 self._readers[item] = self._open.enter_context(closing(self._reader(item)))
-            except _DAMAGE as error:
+            except foreign.UNUSABLE as error:
                 if others := ", ".join(name for name in self.items if name != item):
-                    add_sentence(error, f"Other items of this step may be whole, and restore by their names: {others}.")
+                    sentence = f"Other items of this step may be whole, and restore by their names: {others}."
+                    errors.add_sentence(error, sentence)
                 raise
         return self._readers[item]
 
@@ -118,7 +109,8 @@ class Opened:
         if self._read_by is None or self.items[item].format is None:
             return open_item(self.items[item], verify=self._verify)
         own: Reader | None = None
-        with suppress(UnrecognizedFormatError, IncompleteCheckpointError):  # its handler's files may be others
+        # Its handler's files may be others.
+        with suppress(errors.UnrecognizedFormatError, errors.IncompleteCheckpointError):
             own = open_item(self.items[item], verify=self._verify)
         return self._read_by(self.location, item, own)
 
@@ -134,9 +126,7 @@ class Opened:
 
 
 def _without_lookalikes(found: contents.Contents) -> contents.Contents:
-    """Return the contents with all that only a user's handler reads as unknown, also where its files look like a tree.
-
-    '' is the whole checkpoint. Where there are arrays, it is a tree, be it a damaged one."""
+    """Return the contents with items that only a user's handler reads as unknown; '' is the whole checkpoint."""
     doubtful = [name for name, item in found.items.items() if _may_only_look_like_tree(item)]
     if found.items and not doubtful:
         return found
@@ -155,7 +145,7 @@ def _without_lookalikes(found: contents.Contents) -> contents.Contents:
 
 
 def _may_only_look_like_tree(item: Item) -> bool:
-    """Return whether an item of Orbax's format has names of a tree, and no arrays."""
+    """Return whether an item of Orbax's format has names of a tree, and no arrays, which damaged ones have, too."""
     if item.format is not Format.ORBAX or item.layout:
         return False
     names = item.names or names_in(item.location)
@@ -164,7 +154,7 @@ def _may_only_look_like_tree(item: Item) -> bool:
 
 
 def _opens(item: Item) -> bool:
-    with suppress(*_DAMAGE):
+    with suppress(*foreign.UNUSABLE):
         open_item(item).close()
         return True
     return False
@@ -176,13 +166,11 @@ def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: b
     if absent := sorted(wanted.difference(known)):
         there = ", ".join(filter(None, known))
         what = f"its items are {there}" if there else "it is one, without items; leave item out"
-        raise ArgumentError(f"{found.location} has no item {absent[0]!r}: {what}", path=found.location.path)
+        raise errors.ArgumentError(f"{found.location} has no item {absent[0]!r}: {what}", path=found.location.path)
     if not allows_unknown and wanted.isdisjoint(found.items):
-        raise UnrecognizedFormatError(
-            f"{found.location}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it; use "
-            f"the orbax_checkpointer that wrote it, or another item: {', '.join(found.items) or 'there is none'}",
-            path=found.location.path,
-        )
+        what = f"{found.location}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it"
+        remedy = f"use the orbax_checkpointer of it, or another item: {', '.join(found.items) or 'there is none'}"
+        raise errors.UnrecognizedFormatError(f"{what}; {remedy}", path=found.location.path)
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))
 
@@ -208,9 +196,8 @@ class JsonReader(Reader):
         try:
             self.tree: Node = self._node(json.loads(path.read().decode()), ())
         except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(
-                f"{path} is not valid JSON: {error}; restore the file from a backup", path=path.path
-            ) from error
+            what = f"{path} is not valid JSON: {error}; restore the file from a backup"
+            raise errors.CorruptCheckpointError(what, path=path.path) from error
 
     def _node(self, value: Any, path: Path) -> Node:
         if isinstance(value, Mapping):

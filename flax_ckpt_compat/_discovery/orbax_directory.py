@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery import formats
+from flax_ckpt_compat._discovery.formats import backend_for
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
@@ -27,7 +27,6 @@ PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files
 _STRUCTURES = {layout.TREE_METADATA, layout.MSGPACK_FILE}  # either says where arrays belong
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
 _ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
-_DAMAGE = (ValueError, TypeError, KeyError, RecursionError)  # of which readers tell
 _FIRST_BYTES = 512
 # The first keys of the msgpack file of T5X, and the beginnings of the names of its arrays' folders (t5x 2021 to 2024,
 # documented in its checkpoint importer). Version 0 begins with the state itself, as Orbax's files may; but in the place
@@ -97,9 +96,7 @@ def is_array(path: Location) -> bool:
 
 
 def is_folder_of_arrays(path: Location, names: set[str]) -> bool:
-    """Return whether a directory has nothing but folders of single arrays, some of them with zarr metadata.
-
-    Beside other files, a folder of a single array is a data set."""
+    """Return whether a directory has only folders of arrays, some with metadata; beside files, they are a data set."""
     folders = [(path / name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
     return all(folder.isdir() for folder in folders) and any(
         names_in(one).intersection(layout.ARRAY_METADATA_FILES) for one in folders
@@ -123,8 +120,7 @@ def missing_in_tree(path: Location, names: set[str]) -> str | None:
     if layout.MANIFEST not in names:
         if has_databases and not _is_never_merged(path, names):
             return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
-        # An interrupted copy leaves that, as the manifest's name is the last one; so does a rename where a bucket is
-        # mounted as a file system, which copies file by file (s3fs, measured).
+        # An interrupted copy leaves that, as the manifest's name is the last one.
         if not names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)) and _has_data_files(path, names):
             return f"{layout.MANIFEST} is missing, so it was not copied, or renamed, to the end"
     if layout.STEP_METADATA in names and not has_structure:
@@ -133,7 +129,8 @@ def missing_in_tree(path: Location, names: set[str]) -> str | None:
         return _missing_folder(path, names) if layout.TREE_METADATA in names else None
     # Orbax and this library write more than one part of a database, so a copy that lost one shows it.
     has_values = layout.CHECKSUMS in names or has_databases
-    lost = None if has_values and layout.DATA_DIRECTORY in names and has_structure else formats.missing_file(path)
+    is_whole = has_values and layout.DATA_DIRECTORY in names and has_structure
+    lost = None if is_whole else cast(Any, backend_for(Format.ORBAX)).missing_file(path)
     return None if lost is None else f"{lost} is missing"
 
 
@@ -148,38 +145,29 @@ def _missing_folder(path: Location, names: set[str]) -> str | None:
         return None  # not all of thousands are looked at
     there = sum(1 for one in found for _ in arrays_below(one))
     stored = 0 if there else wanted  # where the file does not decode
-    with suppress(*_DAMAGE):
-        names_of_arrays = {
-            ".".join(str(key["key"]) for key in one["key_metadata"])  # a/b and a.b lie in one folder
-            for one in json.loads(text)["tree_metadata"].values()
-            if _ARRAY_TYPE.search(json.dumps(one).encode())
-        }
-        stored = len(names_of_arrays)
-    if there < stored:
-        return f"{stored - there} of the {stored} arrays are missing that {layout.TREE_METADATA} records"
-    return None
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        entries = json.loads(text)["tree_metadata"].values()
+        paths = [one["key_metadata"] for one in entries if _ARRAY_TYPE.search(json.dumps(one).encode())]
+        stored = len({".".join(str(key["key"]) for key in path) for path in paths})  # a/b and a.b lie in one folder
+    what = f"{stored - there} of the {stored} arrays are missing that {layout.TREE_METADATA} records"
+    return what if there < stored else None
 
 
 def lost_structure(path: Location, names: set[str]) -> bool:
     """Return whether a directory has parts of a tree of Orbax, but lost the structure file."""
     if names.intersection(PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
-    if any(map(_DATA_FILE.fullmatch, _names_of_data(path, names))):
-        return True
-    chunks = path / layout.MSGPACK_FILE  # of an array item that lost the metadata of its one array
-    if layout.MSGPACK_FILE in names and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks))):
-        return True
+    # Data of a database, and chunks of an array item that lost the metadata of its one array.
+    for name, part in ((layout.DATA_DIRECTORY, _DATA_FILE), (layout.MSGPACK_FILE, layout.ZARR2_CHUNK)):
+        if name in names and any(map(part.fullmatch, names_in(path / name))):
+            return True
     return bool(names.intersection(FINISHED)) and is_folder_of_arrays(path, names)
 
 
 def _has_data_files(path: Location, names: set[str]) -> bool:
     """Return whether a directory has the folder that a database has for its data, and not an array of that name."""
     is_there = layout.DATA_DIRECTORY in names and (path / layout.DATA_DIRECTORY).isdir()
-    return is_there and all(map(_DATA_FILE.fullmatch, _names_of_data(path, names)))
-
-
-def _names_of_data(path: Location, names: set[str]) -> set[str]:
-    return names_in(path / layout.DATA_DIRECTORY) if layout.DATA_DIRECTORY in names else set()
+    return is_there and all(map(_DATA_FILE.fullmatch, names_in(path / layout.DATA_DIRECTORY)))
 
 
 def _is_never_merged(path: Location, names: set[str]) -> bool:
@@ -227,15 +215,10 @@ class Item:
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
     layout: str = ""  # name of its layout, of those of `layouts`; leaves are restored by the rules of the format
 
-    def unlisted(self) -> Item:
-        """Return this item without a listing."""
-        return dataclasses.replace(self, location=self.location.unlisted())
-
 
 def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str]:
-    """Return the handlers that a step's metadata records: of each item, or of '', the one tree; empty without a record.
-
-    Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
+    """Return the handlers that a step's metadata records: of each item, or of '', the one tree."""
+    # Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured).
     handlers = (_record(path, names) or {}).get("item_handlers")
     if isinstance(handlers, str):
         return {"": handlers} if handlers else {}
@@ -291,9 +274,7 @@ def kind_of_item(item: Item, handler: str) -> ItemKind:
 
 
 def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:
-    """Return the one file of a JSON item, or None.
-
-    With a recorded ``handler`` of JSON, that file may have any name, or others beside it."""
+    """Return the one file of a JSON item; with a recorded handler it may have any name, or others beside it."""
     rest = names.difference(FINISHED)
     known = rest.intersection(layout.JSON_FILES)
     is_json = kind_of_handler(handler) is ItemKind.JSON
@@ -302,18 +283,13 @@ def json_file(path: Location, names: set[str], handler: str = "") -> Location | 
 
 
 def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
-    """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints.
-
-    Since 0.5.11 a whole checkpoint has a metadata file, and its items have none. Before, a name that ends in a step
-    decides, unless the parent directory has the metadata file.
-    """
+    """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints."""
+    # Since Orbax 0.5.11 checkpoints have a metadata file, and items have none. Before, names that end in a step decide.
     return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
 
 
 def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
-    """Return the named items of a CheckpointManager step or an Orbax v1 directory; not those of an unknown kind.
-
-    ``handlers`` are those that the step's metadata records."""
+    """Return the named items of a manager's step or a v1 directory, of known kinds; ``handlers`` are the recorded."""
     handlers, is_marked = handlers or {}, bool(names.intersection(ITEMS_MARKERS))
     found, whole = dict[str, Item](), dict[str, set[str]]()
     items_of = dict[str, Item]()  # of those that may be checkpoints of their own
@@ -335,10 +311,9 @@ def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None
 def _items_among(
     path: Location, items: Mapping[str, Item], whole: Mapping[str, set[str]], is_marked: bool
 ) -> Iterable[str]:
-    """Return which directories are items although they look like checkpoints of their own.
-
-    In a marked step, beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of
-    its own wrote. And in the step of a manager before 0.5.11, which is named by its number, ``net_1`` is an item."""
+    """Return which directories are items although they look like checkpoints of their own."""
+    # In a marked step, beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer
+    # of its own wrote. And in the step of a manager before 0.5.11, which is named by its number, net_1 is an item.
     is_step = steps.parse_step(path.name.removeprefix("checkpoint_")) is not None
     named = {name for name in whole if not steps.ends_in_step(name)}
     has_json = any(item.format is None for item in items.values())

@@ -75,10 +75,9 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
 
 
 def counted_steps(checkpoint_dir: CheckpointDir, names: list[str], *, with_items: bool = False) -> dict[str, bool]:
-    """Return the numeric checkpoints that retention counts, oldest first: name → whether it may remove it.
+    """Return the numeric checkpoints that retention counts, oldest first: name → `Contents.may_be_removed`.
 
-    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay uncounted, with a warning. See
-    `Contents.may_be_removed` for ``with_items``."""
+    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay uncounted, with a warning."""
     counted, broken = dict[str, bool](), []
     checkpoint_dir = checkpoint_dir.listed()
     ours = steps.in_order(names, checkpoint_dir.prefix)
@@ -95,9 +94,7 @@ def counted_steps(checkpoint_dir: CheckpointDir, names: list[str], *, with_items
 
 
 def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
-    """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``.
-
-    One that may not be listed counts as complete, and nothing that is foreign does."""
+    """Return the newest numeric checkpoint not in ``but`` or older than ``since`` that is complete, or denied."""
     checkpoint_dir, prefix = checkpoint_dir.listed(), checkpoint_dir.prefix
     ours = reversed(steps.in_order(names_in(checkpoint_dir), prefix))
     ours = itertools.takewhile(lambda name: (steps.step_of(name, prefix) or 0) >= since, ours)
@@ -110,11 +107,8 @@ def _looked_at(checkpoint_dir: CheckpointDir, names: Iterable[str]) -> Iterator[
     for name in names:
         found = contents_of(checkpoint_dir.path(name), lists_denied=True)
         if found.state is State.FOREIGN:
-            log_once(
-                (found.location, "foreign"),
-                f"{found.location} is named like a checkpoint, but looks like {found.why}: it stays, is not counted "
-                "for keep, and prevents no save of a lower step",
-            )
+            what = f"{found.location} is named like a checkpoint, but looks like {found.why}: it stays, is not counted "
+            log_once((found.location, "foreign"), f"{what}for keep, and prevents no save of a lower step")
         yield name, found
 
 
@@ -147,9 +141,7 @@ class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
     def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
-        """If ``tolerant``, a listed name that is not there is absent, else `ChangedError` is raised for it.
-
-        With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
+        """Raise `ChangedError` for a listed name that is not there, unless ``tolerant``, and see `contents_of`."""
         self.checkpoint_dir, self.tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
         self._classified: dict[str, Contents] = {}
 
@@ -248,8 +240,7 @@ class Directory:
         prefix = self.checkpoint_dir.prefix
         # Unsigned: the dash in ``ckpt-10`` belongs to the text.
         texts = (name[len(prefix) :] for name in self.names if belongs(name, prefix))
-        named = [(prefix + text, text) for text in steps.natural_sort(texts, signed=False)]
-        return [Entry(name, self.checkpoint_dir.path(name), None, text) for name, text in named]
+        return [self._entry(prefix + text, text) for text in steps.natural_sort(texts, signed=False)]
 
     def _family(self, head: str) -> list[Entry]:
         """Return the steps named ``head + digits``, if at least one is a complete step of a manager."""
@@ -272,50 +263,42 @@ def in_one_listing(
     root: Location | None = None,
     lists_denied: bool = False,
 ) -> _Result:
-    """Return what ``look`` finds in one listing; list again, up to `ROUNDS` times, where names vanish meanwhile.
-
-    The last listing is tolerant. In a store it is one of ``root``, if that is passed, which may be above."""
-    where = root or checkpoint_dir.directory
-    for number in range(ROUNDS):
-        last = number == ROUNDS - 1
+    """Return what ``look`` finds in one listing; list again, up to `ROUNDS` times, where names vanish meanwhile."""
+    where = root or checkpoint_dir.directory  # in a store one listing of the root, which may be above, tells
+    for rest in reversed(range(ROUNDS)):
         try:
-            listed = checkpoint_dir.listed_with((where.unlisted() if number else where).listed())
-            return look(Directory(listed, tolerant=last, lists_denied=lists_denied))
+            listed = checkpoint_dir.listed_with(where.listed())
+            return look(Directory(listed, tolerant=not rest, lists_denied=lists_denied))
         except (ChangedError, MissingPathError):  # what is missing was removed between two accesses
-            if last:
+            if not rest:
                 raise
+        where = where.unlisted()
     raise AssertionError
 
 
 def latest_of(directory: Directory) -> Entry | None:
     """Return the latest checkpoint of one listing; raise if newer ones than that are listed and not there."""
-    passed: list[Entry] = []
+    folder, prefix, passed = directory.checkpoint_dir.directory, directory.checkpoint_dir.prefix, list[Entry]()
     for tier in directory.tiers():
         is_longer = tier is directory.longer
         for entry in reversed(tier):
             found = directory.classify(entry)
-            if found.state is State.ABSENT:
-                _refuse_old_list(entry)
+            if found.state is State.ABSENT:  # in list after list, and not there: an older one is not the latest
+                what = f"{folder} lists {entry.name}, but it is not there: others have changed the directory, or its "
+                what += "network file system still shows an old list. Try again in a minute, or name a step with step="
+                raise CheckpointNotFoundError(what, path=entry.location.path, has_remedy=True)
             may_be = not is_longer or (found.is_complete and is_checkpoint(entry.location))
             if may_be and directory.counts(entry):
                 directory.warn_of_incomplete(passed)
                 if is_longer:
-                    _warn_of_longer(directory.checkpoint_dir, entry)
+                    what = f"{folder} holds no checkpoint with exactly the prefix {prefix!r}; taking {entry.name}, the "
+                    what += "last name that begins with it, as Flax does: pass the whole prefix"
+                    log_once((folder.path, prefix, "longer"), what)
                 return entry
             passed.append(entry)
     directory.check_unchanged()
     directory.warn_of_incomplete(passed)
     return None
-
-
-def _refuse_old_list(entry: Entry) -> None:
-    """Raise for a name that is listed again and again and not there: an older one is not the latest."""
-    raise CheckpointNotFoundError(
-        f"{entry.location.parent} lists {entry.name}, but it is not there: others have changed the directory, or its "
-        "network file system still shows an old list. Try again in a minute, or name a step with step=",
-        path=entry.location.path,
-        has_remedy=True,
-    )
 
 
 def available_in(directory: Directory) -> list[Entry]:
@@ -343,11 +326,3 @@ def everything_of(directory: Directory) -> list[Entry]:
     if not ours:
         directory.check_unchanged()
     return ours
-
-
-def _warn_of_longer(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
-    log_once(
-        (checkpoint_dir.directory.path, checkpoint_dir.prefix, "longer"),
-        f"{checkpoint_dir.directory} holds no checkpoint with exactly the prefix {checkpoint_dir.prefix!r}; taking "
-        f"{entry.name}, the last name that begins with it, as Flax does: pass the whole prefix",
-    )

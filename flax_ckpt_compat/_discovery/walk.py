@@ -60,7 +60,9 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                 continue
             if not path.isdir():
                 is_named = is_named or name.endswith(MSGPACK_SUFFIX) or bool(split and is_prefix(split[0]))
-                if is_named and _may_be_checkpoint(contents_of(path)):
+                one = contents_of(path) if is_named else None
+                # The first bytes of a damaged checkpoint may look like nothing that is known.
+                if one and (one.state is not State.FOREIGN or foreign.is_unknown_look(one.why)):
                     found.append(path)
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
@@ -78,11 +80,6 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                         (found if names_in(path).intersection(MARKERS) else inside).append(path)
         yield folder, found
         pending += reversed(inside)
-
-
-def _may_be_checkpoint(found: contents.Contents) -> bool:
-    """Return whether a file with a checkpoint's name is one, or may be one whose first bytes are damaged."""
-    return found.state is not State.FOREIGN or foreign.is_unknown_look(found.why)
 
 
 def _is_checkpoint(path: Location) -> bool:

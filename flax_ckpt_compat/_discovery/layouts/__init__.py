@@ -1,8 +1,7 @@
 """Files of other programs that are read by their own path and never written; look-ups take them for something else.
 
-To add a layout: its reader in a file here, its recognition and reader below, rows in ``tests/data/path_kinds.toml``,
-and a row in the table of ``migration_guide/formats.md``. Readers take nothing in the files for granted, and execute
-none of it; their leaves are restored by the rules of msgpack files. Recognition imports neither numpy nor a backend.
+Readers take nothing in the files for granted, and execute none of it; their leaves are restored by the rules of
+msgpack files. Recognition imports neither numpy nor a backend.
 """
 
 from __future__ import annotations

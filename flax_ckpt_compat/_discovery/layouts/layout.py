@@ -55,11 +55,8 @@ def damaged(
 def check_depth(file: Location, levels: int) -> None:
     """Raise DepthError for a key path that no restore can follow, before time is spent on its many names."""
     if levels > sys.getrecursionlimit():
-        raise DepthError(
-            f"{file}: a name of {levels} levels is nested too deeply for Python's recursion limit; raise the limit "
-            "with sys.setrecursionlimit",
-            path=file.path,
-        )
+        what = f"{file}: a name of {levels} levels is nested too deeply for Python's recursion limit"
+        raise DepthError(f"{what}; raise the limit with sys.setrecursionlimit", path=file.path)
 
 
 def nbytes_of(shape: Sequence[int], dtype: np.dtype[Any]) -> int:

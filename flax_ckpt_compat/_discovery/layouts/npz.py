@@ -18,17 +18,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    ChecksumError,
-    CorruptCheckpointError,
-    NameCollisionError,
-    StorageError,
-    UnsupportedLeafError,
-)
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -73,14 +66,14 @@ class NpzReader(WholeReader):
                 length, nbytes = member.file_size - stream.tell(), nbytes_of(shape, dtype)
                 if length != nbytes:
                     raise ValueError(f"{length} bytes instead of {nbytes}")
-        except CorruptCheckpointError as error:  # the others may be whole
+        except errors.CorruptCheckpointError as error:  # the others may be whole
             return LeafHandle((name,), LeafKind.UNSUPPORTED, (), None, member.file_size, name, self, error)
         return LeafHandle((name,), LeafKind.ARRAY, tuple(map(int, shape)), dtype, nbytes, name, self, member)
 
     def _refused(self, name: str, member: zipfile.ZipInfo, what: str) -> LeafHandle:
         """Return a leaf that raises UnsupportedLeafError when it is read."""
         message = f"{self.path}: {name} {what}; save the arrays alone with the program that wrote it"
-        error = UnsupportedLeafError(message, path=self.path, leaf=name)
+        error = errors.UnsupportedLeafError(message, path=self.path, leaf=name)
         return LeafHandle((name,), LeafKind.UNSUPPORTED, (), None, member.file_size, name, self, error)
 
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
@@ -99,7 +92,7 @@ class NpzReader(WholeReader):
         if handle is not None:
             if handle.kind is LeafKind.UNSUPPORTED:
                 raise handle.locator
-            with self._content(handle, ChecksumError) as stream:
+            with self._content(handle, errors.ChecksumError) as stream:
                 while stream.read(_PIECE):
                     pass
         return True
@@ -110,23 +103,23 @@ class NpzReader(WholeReader):
 
     @contextmanager
     def _content(
-        self, leaf: LeafHandle, error: type[CorruptCheckpointError] = CorruptCheckpointError
+        self, leaf: LeafHandle, error: type[errors.CorruptCheckpointError] = errors.CorruptCheckpointError
     ) -> Iterator[IO[bytes]]:
         """Open the member of an array."""
         if self._source.is_closed:
-            raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
+            raise errors.StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         with self._naming_damage(leaf.name, error), self._archive.zipped.open(leaf.locator) as stream:
             yield stream
 
     @contextmanager
     def _naming_damage(
-        self, leaf: str | None = None, error: type[CorruptCheckpointError] = CorruptCheckpointError
+        self, leaf: str | None = None, error: type[errors.CorruptCheckpointError] = errors.CorruptCheckpointError
     ) -> Iterator[None]:
         try:
             with translated(self.path):
                 yield
         except _DAMAGE as cause:
-            if isinstance(cause, CheckpointError):
+            if isinstance(cause, errors.CheckpointError):
                 raise
             raise damaged(self.location, f"{leaf or 'it'} does not decode ({cause!r:.200})", leaf, error) from cause
 
@@ -178,7 +171,7 @@ def _tree(leaves: Sequence[LeafHandle]) -> Node:
     for leaf in leaves:
         leaf.path = tuple(leaf.name.split("/"))
     if all("" not in leaf.path for leaf in leaves):
-        with suppress(NameCollisionError):
+        with suppress(errors.NameCollisionError):
             return from_leaves({leaf.path: leaf for leaf in leaves})
     for leaf in leaves:
         leaf.path = (leaf.name,)

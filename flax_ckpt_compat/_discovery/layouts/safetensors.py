@@ -11,17 +11,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import errors, memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind
 from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-    NameCollisionError,
-    StorageError,
-    UnsupportedLeafError,
-)
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated
@@ -60,7 +53,7 @@ class SafetensorsReader(WholeReader):
                 leaves[path] = leaf
         try:
             self.tree: Node = from_leaves(leaves)
-        except NameCollisionError:  # "a" and "a.b": the names are no key paths
+        except errors.NameCollisionError:  # "a" and "a.b": the names are no key paths
             flat: dict[Path, Any] = {(".".join(path),): leaf for path, leaf in leaves.items()}
             self.tree = from_leaves(flat)
             if len(flat) < len(leaves):
@@ -94,7 +87,7 @@ class SafetensorsReader(WholeReader):
             if end != source.size:
                 raise damaged(file, f"{source.size - end} bytes behind the last tensor")
         except _DECODE_ERRORS as error:
-            if isinstance(error, CheckpointError):
+            if isinstance(error, errors.CheckpointError):
                 raise
             raise damaged(file, f"its header does not decode ({error!r:.200})") from error
 
@@ -118,8 +111,8 @@ class SafetensorsReader(WholeReader):
             raise damaged(file, f"{name} has bytes {found}", name)
         if dtype is not None:
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
-        what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have"
-        error = UnsupportedLeafError(f"{what}; cast it with the program that wrote it", path=file.path, leaf=name)
+        what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it elsewhere"
+        error = errors.UnsupportedLeafError(what, path=file.path, leaf=name)
         return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, error)
 
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
@@ -130,7 +123,8 @@ class SafetensorsReader(WholeReader):
             if leaf.dtype is not None:
                 source, offset = leaf.locator
                 if source.is_closed:
-                    raise StorageError(f"{source.path}: the checkpoint was closed; open it again", path=source.path)
+                    what = f"{source.path}: the checkpoint was closed; open it again"
+                    raise errors.StorageError(what, path=source.path)
                 found[-1] = array = memory.empty(leaf.shape, leaf.dtype)
                 if array.nbytes:
                     reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array), leaf))
@@ -155,7 +149,7 @@ def _files_of(index: Location) -> list[Location]:
     files = [index.parent / name for name in names]
     if lost := [file.name for file in files if not file.isfile()]:
         what = f"{index}: {len(lost)} of {len(files)} shards are missing, such as {lost[0]}"
-        raise IncompleteCheckpointError(f"{what}; copy them beside it, or download them again", path=index.path)
+        raise errors.IncompleteCheckpointError(f"{what}; copy them beside it, or download them again", path=index.path)
     return files
 
 
