@@ -67,8 +67,6 @@ JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
 
 # The names of leaves.
 _BAD_ESCAPE = re.compile(r"~(?![01])")
-
-
 _UPLOAD_MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 
 

@@ -76,20 +76,14 @@ def step_of(name: str, prefix: str) -> float | None:
     return parse_step(name[len(prefix) :]) if name.startswith(prefix) else None
 
 
-def is_text(name: str, prefix: str) -> bool:
-    """Return whether a name is a ``prefix + text`` checkpoint; the text may end in a number: ``epoch10``, ``v1.5``."""
-    return _is_text(name, prefix) and not _SEPARATED.fullmatch(name[len(prefix) :])
+def is_text(name: str, prefix: str, *, of_longer_prefix: bool = False) -> bool:
+    """Return whether a name is a ``prefix + text`` checkpoint, such as ``epoch10`` and ``v1.5`` without a prefix.
 
-
-def is_of_longer_prefix(name: str, prefix: str) -> bool:
-    """Return whether a name is a step of a longer prefix, such as ``ckpt_best_1``, of ``ckpt_best_``, for ``ckpt_``."""
-    return _is_text(name, prefix) and _SEPARATED.fullmatch(name[len(prefix) :]) is not None
-
-
-def _is_text(name: str, prefix: str) -> bool:
+    Or a step of a longer prefix, such as ``ckpt_best_1``, of ``ckpt_best_``, for ``ckpt_``."""
     text = name.removeprefix(prefix)
-    is_other = not name.startswith(prefix) or text in ("", FLAX_TEMPORARY) or is_foreign(name)
-    return not is_other and parse_step(text) is None
+    if not name.startswith(prefix) or text in ("", FLAX_TEMPORARY) or is_foreign(name) or parse_step(text) is not None:
+        return False
+    return (_SEPARATED.fullmatch(text) is not None) == of_longer_prefix
 
 
 def split_step(name: str) -> tuple[str, str] | None:

@@ -87,8 +87,6 @@ class Task:
         finally:
             del self  # the traceback of the error holds this frame
 
-    __call__ = result
-
 
 def clear_frames(error: BaseException | None) -> None:
     """Free what the functions held that raised an error, and those before it, which may form a ring."""

@@ -176,7 +176,7 @@ class Directory:
     @functools.cached_property
     def longer(self) -> list[Entry]:
         """Return numbered names of longer prefixes that begin with this one, in natural order."""
-        return self._named(steps.is_of_longer_prefix)
+        return self._named(functools.partial(steps.is_text, of_longer_prefix=True))
 
     def tiers(self) -> Iterator[Sequence[Entry]]:
         """Yield groups of entries; a group can hold the latest only if all groups before are empty."""
