@@ -36,7 +36,8 @@ rule                                      what it does
 
 Patterns are regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``, and match whole
 names. Rules that take places (``move``, ``copy``, ``drop``, ``from_target``, ``at``) match the whole key path of a
-subtree or leaf: ``params/head``, ``.*/head``. All others match anywhere: ``head``; ``^params/head`` is one only.
+subtree or leaf: ``params/head``, ``.*/head``. All others match anywhere, so in the moments of an optimizer, too:
+``head``; ``^params/head`` is one only; `rename` says more. An ``axis`` that is negative counts from the end.
 
 All raise `TransformError`: when they are made, for arguments that make no sense; when they are applied, if a pattern
 matches nothing or what it matches does not fit. They raise `NameCollisionError` if two leaves would get one name.

@@ -137,9 +137,7 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
                 )
             seen[shown] = found[path] = match
         if not seen:
-            there = next(paths_of(tree, text), None)
-            hint = near_names(text, tree) if there is None else f"it is literally there, so write {literal(text)!r}"
-            raise TransformError(f"{whose} has no {text}; {hint}", leaf=text)
+            raise TransformError(f"{whose} has no {text}; {near_names(text, tree)}", leaf=text)
     return found
 
 

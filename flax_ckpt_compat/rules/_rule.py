@@ -65,11 +65,9 @@ class Rule:
 
     Attributes:
         source: Python source of the call, such as ``rules.rename('Dense_0', 'encoder')``.
-        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None; see
-            ``flax_ckpt_compat._trees.leaf_sources``) and the target's neutral tree, and returns a new checkpoint tree.
-            It reads no array data, changes neither, and raises ``TransformError`` if the rule does not fit.
-        opens: path and prefix of each other checkpoint that it opens; if there are any, ``apply`` also takes an
-            ``OpenTree``.
+        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None) and the target's
+            neutral tree, and returns a new checkpoint tree; reads no arrays, changes neither, raises ``TransformError``.
+        opens: path and prefix of each other checkpoint that it opens, for which ``apply`` also takes an ``OpenTree``.
     """
 
     source: str
@@ -93,18 +91,15 @@ def rule(change: Callable[Concatenate[Trees, _Given], Node]) -> Callable[_Given,
     @functools.wraps(change)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
         bound, words = signature.bind(*args, **kwargs).arguments, list[str]()
-        given = [(signature.parameters[name], value) for name, value in bound.items()]
-        for parameter, value in given:
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                words.extend(map(_shown, value))
-            elif parameter is parameters[0] or parameter.name == "replacement" or parameter.default is parameter.empty:
-                words.append(_shown(value))
-            else:
-                words.append(f"{parameter.name}={_shown(value)}")
+        given = [(one, bound[one.name]) for one in parameters if one.name in bound]
+        given = [(one, value if one.kind is one.VAR_POSITIONAL else (value,)) for one, value in given]
+        for one, values in given:
+            is_named = one is not parameters[0] and one.default is not one.empty and one.name != "replacement"
+            words += [f"{one.name}={_shown(value)}" if is_named else _shown(value) for value in values]
         name = f"{change.__name__}({', '.join(words)})"
         with named(name):
-            for parameter, value in given:
-                _check(parameter, value)
+            for one, values in given:
+                _check(one, values)
         opens = [other for inner in bound.get("transforms", ()) for other in inner.opens]
         if "path" in bound:
             opens.append((as_text(bound["path"]), as_text(bound.get("prefix", "checkpoint_"), "prefix")))
@@ -135,11 +130,11 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _PATTERNS = ("pattern", "patterns", "source", "at", "stored_at")  # names of arguments
 
 
-def _check(parameter: inspect.Parameter, value: Any) -> None:
-    """Raise an error unless an argument is what its annotation says, and a regular expression if it is a pattern."""
+def _check(parameter: inspect.Parameter, values: Sequence[Any]) -> None:
+    """Raise an error unless arguments are what an annotation says, and regular expressions if they are patterns."""
     kind = parameter.annotation.removesuffix(" | None")
-    is_known = kind in _KINDS and parameter.name != "prefix" and (value is not None or kind == parameter.annotation)
-    for one in value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,):
+    for one in values:
+        is_known = kind in _KINDS and parameter.name != "prefix" and (one is not None or kind == parameter.annotation)
         if is_known and not _KINDS[kind][1](one):
             raise TransformError(f"{parameter.name} is {_KINDS[kind][0]}, found {type(one).__name__}: {one!r:.100}")
         if parameter.name in _PATTERNS and isinstance(one, str):
@@ -151,7 +146,7 @@ def _shown(value: object) -> str:
     if isinstance(value, type | np.dtype):
         with contextlib.suppress(TypeError):  # of a class that no rule takes
             return repr(dtype_name(np.dtype(value)))
-    if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
+    if hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
     if isinstance(value, Rule):
         return value.source

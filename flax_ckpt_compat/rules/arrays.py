@@ -34,7 +34,6 @@ def cast(trees: Trees, pattern: str, dtype: Any) -> Node:
     an infinity or NaN that it lacks, are an error when they are read.
 
     Args:
-        pattern: as in `rename`: matches whole names anywhere in the key path.
         dtype: name, numpy dtype or scalar type.
     """
     try:
@@ -59,9 +58,8 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
     """Pad arrays, such as embeddings for a larger vocabulary: ``pad("embedding", 50304, value="target")``.
 
     Args:
-        pattern: as in `rename`; matches the moments of the optimizer too.
         size: new length on the axis; arrays that have it already stay as they are, and longer ones are an error.
-        axis: the axis to pad; negative counts from the end.
+        axis: the axis to pad.
         value: number to fill with, rounded as by `cast`, or ``"target"`` for the values of the target's own array at
             the same path.
     """
@@ -81,12 +79,9 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
         def padded(stored: Any) -> Any:
             result = memory.empty(shape, dtype)
             new = (*(slice(None),) * at, slice(length, None))
-            if fill.ndim == 0:
-                result[new] = fill
-            else:  # of the target's, only the padding is used
-                own_part = np.asarray(fill)[new]
-                what_is_cast = f"{what}: the target's own array"
-                result[new] = _checked_cast(own_part, dtype, what_is_cast) if _kind_of(dtype) else own_part
+            own_part = np.asarray(fill)[new] if fill.ndim else fill  # of the target's, only the padding is used
+            is_cast = fill.ndim and _kind_of(dtype)
+            result[new] = _checked_cast(own_part, dtype, f"{what}: the target's own array") if is_cast else own_part
             result[tuple(map(slice, old))] = stored
             return result
 
@@ -101,9 +96,8 @@ def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
     """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
 
     Args:
-        pattern: as in `rename`; matches the moments of the optimizer too.
         size: new length on the axis; arrays that have it already stay as they are, and shorter ones are an error.
-        axis: the axis to cut; negative counts from the end.
+        axis: the axis to cut.
     """
     if size < 0:
         raise TransformError("a length cannot be negative")
@@ -124,7 +118,6 @@ def transpose(trees: Trees, pattern: str, axes: Sequence[int]) -> Node:
     """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
 
     Args:
-        pattern: as in `rename`.
         axes: for each new axis the index of the old one; negative counts from the end.
     """
     return _edit_tree.rearranged(trees, pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
@@ -135,7 +128,6 @@ def reshape(trees: Trees, pattern: str, shape: Sequence[int]) -> Node:
     """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
 
     Args:
-        pattern: as in `rename`.
         shape: the new shape; one length may be -1 and is then computed.
     """
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
@@ -148,9 +140,8 @@ def split_axis(trees: Trees, pattern: str, sizes: Sequence[int], axis: int = 0) 
     """Make several axes of one, with values in C order: ``split_axis("layers", (3, 4))`` for 12 layers in 3 groups.
 
     Args:
-        pattern: as in `rename`; matches the moments of the optimizer too.
         sizes: lengths of the two or more new axes; one may be -1 and is then computed.
-        axis: the axis to split; negative counts from the end.
+        axis: the axis to split.
     """
     if len(sizes) < 2 or sum(size < 0 for size in sizes) > 1 or min(sizes) < -1:
         raise TransformError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
@@ -168,8 +159,7 @@ def merge_axes(trees: Trees, pattern: str, axis: int = 0, count: int = 2) -> Nod
     """Make one axis of several, with values in C order, the inverse of `split_axis`: ``merge_axes("layers")``.
 
     Args:
-        pattern: as in `rename`; matches the moments of the optimizer too.
-        axis: the first of the axes; negative counts from the end.
+        axis: the first of the axes.
         count: number of axes, two or more.
     """
     if count < 2:
@@ -189,9 +179,8 @@ def index(trees: Trees, pattern: str, number: int, axis: int = 0) -> Node:
     """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``.
 
     Args:
-        pattern: as in `rename`; matches the moments of the optimizer too.
         number: the index; negative counts from the end.
-        axis: the axis; negative counts from the end.
+        axis: the axis that goes.
     """
 
     def changed(leaf: Array, *_: Any) -> Node:
@@ -332,7 +321,6 @@ def wrap_key_data(trees: Trees, pattern: str, impl: str | None = None) -> Node:
     """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does.
 
     Args:
-        pattern: as in `rename`.
         impl: name of the implementation, such as ``"threefry2x32"``; jax's default if None.
     """
 

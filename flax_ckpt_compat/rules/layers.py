@@ -28,7 +28,7 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
     Args:
         pattern: matches one or several whole names anywhere; its only group is the number.
         into: name of the subtree; ``layers/cell`` makes two levels.
-        axis: the new axis of each array; negative counts from the end.
+        axis: the new axis of each array.
         first: the number of the first layer; the others follow without gaps.
     """
     if _patterns.whole_names(pattern).groups != 1:
@@ -62,7 +62,7 @@ def unstack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0
     Args:
         pattern: matches one or several whole names (``layers/cell``) anywhere.
         into: name of each new subtree, with ``{}`` for the number.
-        axis: the axis that is removed from each array, on which all have one length; negative counts from the end.
+        axis: the axis that is removed from each array, on which all have one length.
         first: the number of the first layer.
     """
     if into.count("{}") != 1:
@@ -88,9 +88,8 @@ def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
     Args:
         names: of the siblings, in the order of the parts; applies wherever they all occur side by side.
         into: name of the result.
-        axis: the axis of concatenation; negative counts from the end. It depends on the layer: kernels of linen's
-            attention are (embed, heads, head_dim) and biases (heads, head_dim), so -1 joins head_dim and -2 heads;
-            kernels of Dense are (in, out).
+        axis: the axis of concatenation: kernels of linen's attention are (embed, heads, head_dim) and biases
+            (heads, head_dim), so -1 joins head_dim and -2 heads; kernels of Dense are (in, out).
     """
     if len(set(names)) < max(len(names), 2):
         raise TransformError(f"expected a list of two or more different names, found {names!r:.100}")
@@ -115,7 +114,7 @@ def split(trees: Trees, pattern: str, into: Sequence[str], axis: int = -1, sizes
     Args:
         pattern: matches one or several whole names (``attention/qkv``) anywhere.
         into: names of the parts, in their order.
-        axis: the axis that is split; negative counts from the end. `fuse` has examples.
+        axis: the axis that is split; `fuse` has examples.
         sizes: lengths of the parts on that axis, which must make it up; equal parts if not given.
     """
     if not into or (sizes is not None and len(sizes) != len(into)):
@@ -227,25 +226,24 @@ def _dividing(trees: Trees, pattern: str, axis: int, names: NamesOf, sizes: Size
     ``names`` takes a node's key path and the lengths of its arrays, ``sizes`` a length and the number of parts."""
 
     def divided(tree: Node, found: dict[Path, Nodes]) -> Node:
-        axes: dict[Path, int] = {}
         ends: dict[Path, list[Path]] = {}
         for place, start in ((place, start) for place, nodes in found.items() for start in nodes):
             lengths: dict[Path, int] = {}
             for path, leaf in iter_leaves(node_at(tree, start), start):
                 if not _has_no_value(leaf):
                     with _edit_tree.fitting(path, leaf):
-                        axes[path], lengths[path] = _edit_tree.axis_of(axis, _edit_tree.require_array(leaf).shape)
+                        lengths[path] = _edit_tree.axis_of(axis, _edit_tree.require_array(leaf).shape)[1]
             ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
 
         def new_leaves(path: Path, leaf: Any) -> Iterator[tuple[Path, Node]]:
             start = _edit_tree.prefix_in(path, ends)
             new = [path] if start is None else [(*end, *path[len(start) :]) for end in ends[start]]
-            if path not in axes:
+            if start is None or _has_no_value(leaf):
                 yield from ((end, leaf) for end in new)
                 return
-            at, stop = axes[path], 0
             with _edit_tree.fitting(path, leaf):
-                for number, (end, size) in enumerate(zip(new, sizes(leaf.shape[at], len(new)), strict=True)):
+                (at, length), stop = _edit_tree.axis_of(axis, leaf.shape), 0
+                for number, (end, size) in enumerate(zip(new, sizes(length, len(new)), strict=True)):
                     begin, stop = stop, stop + size
                     how = f"part {number} of {len(new)}"
                     yield end, _edit_tree.axis_slice(leaf, at, begin, stop, how, squeeze=squeeze)

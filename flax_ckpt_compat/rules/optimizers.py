@@ -35,12 +35,11 @@ def optimizer_state(
     one number where ``adam`` keeps an array).
 
     Of several states that fit the same parameters, the one with the same names in its path is used (``gen``, ``disc``);
-    order decides only among members of a chain. An ambiguous match is an error. If several states become one, the count
-    is that of the first by name.
+    order decides only among members of a chain. An ambiguous match is an error.
 
     One state that became several, of ``gen`` and ``disc``, or several that became one, take a rule for each part, with
     the part's name if only one of the two states has it in its moments: ``optimizer_state("opt_gen", "opt", "gen")``.
-    Of several that become one, the count is that of the first rule.
+    Of several that become one, the count is that of the first rule, within one rule that of the first by name.
 
     New parameters with zero moments beside an old count get too little bias correction from Adam: their first steps are
     several times the usual length. Warm up the learning rate, or start the state anew with `from_target`.
@@ -68,7 +67,7 @@ def optimizer_state(
         ours, theirs = _fields(state.node for state in wanted), _fields(branch for _, branch in branches)
         raise TransformError(
             f"no stored state fits, by names and shapes. The target's have the fields: {ours}; below "
-            f"{show_path(start)} the checkpoint has: {theirs}. Rename parameters before, or use from_target for a new one",
+            f"{show_path(start)} the checkpoint has: {theirs}. Rename parameters first; from_target begins a new one",
             leaf=show_path(at_path),
         )
     if is_elsewhere:
@@ -222,18 +221,16 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
     )
     if bool(there) == bool(here):
         where = "both states have" if here else "neither state has"
-        shown = show_path(part)
-        raise TransformError(
-            f"{where} {shown} below its moments, so that it is neither taken away nor added", leaf=shown
-        )
+        problem = f"{where} {show_path(part)} below its moments, so that it is neither taken away nor added"
+        raise TransformError(problem, leaf=show_path(part))
 
     def new_paths(path: Path) -> list[Path]:
         for end, name in enumerate(path, 1):
+            field, below = path[:end], path[end:]
             if name in here:
-                return [path[:end] + part + path[end:]]
-            if name in there and node_at(old, path[:end] + part) is not None:
-                inside = end + len(part)
-                return [path[:end] + path[inside:]] if path[end:inside] == part else []
+                return [field + part + below]
+            if name in there and node_at(old, field + part) is not None:
+                return [field + below[len(part) :]] if below[: len(part)] == part else []
         return [path]
 
     return _edit_tree.remap(old, new_paths)
