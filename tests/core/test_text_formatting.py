@@ -35,26 +35,8 @@ def assert_printable(text: str) -> None:
 
 def test_what_is_escaped() -> None:
     """Control and format characters, surrogates and undecoded bytes; once is enough."""
-    texts = [
-        "a/é/日本 ok",
-        "\x1b[31m",
-        "\r\t\x00\x7f\x9b",
-        "be\udcffst",
-        "日本 é\x1b",
-        "\ud800",
-        "\u202eabc",
-        "two\nlines",
-    ]
-    shown = [
-        "a/é/日本 ok",
-        r"\x1b[31m",
-        r"\r\t\x00\x7f\x9b",
-        r"be\xffst",
-        r"日本 é\x1b",
-        r"\ud800",
-        r"\u202eabc",
-        "two\nlines",
-    ]
+    texts = ["a/é/日本 ok", "\x1b[31m", "\r\t\x00\x7f\x9b", "be\udcffst", "\ud800", "\u202eabc", "two\nlines"]
+    shown = ["a/é/日本 ok", r"\x1b[31m", r"\r\t\x00\x7f\x9b", r"be\xffst", r"\ud800", r"\u202eabc", "two\nlines"]
     assert [printable(text) for text in texts] == [printable(printable(text)) for text in texts] == shown
     assert printable("two\nlines", one_line=True) == r"two\nlines"
 
