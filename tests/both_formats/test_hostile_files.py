@@ -218,7 +218,7 @@ LONG_PATHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LONG_PATHS)
+@pytest.mark.parametrize("case", ["long key", "many arrays", pytest.param("deep", marks=pytest.mark.slow)])
 def test_key_paths_far_longer_than_the_file_are_refused(case: str, tmp_path: Path) -> None:
     """A megabyte of names takes no gigabyte of memory: 2.0 GB before for the long key, 1.0 GB for the deep one."""
     (tmp_path / "c").write_bytes(LONG_PATHS[case])
@@ -313,9 +313,9 @@ def test_names_that_no_file_can_have_are_named_errors(written: Path, tmp_path: P
 
 @pytest.mark.parametrize("layout", ["ocdbt", "files"])
 def test_endless_depth_is_refused_at_once(written: Path, tmp_path: Path, layout: str) -> None:
-    """100,000 levels took a minute before."""
+    """The time grew with their square: 100,000 levels took a minute before."""
     shutil.copytree(written / layout, tmp_path / "c")
-    _change_entry(tmp_path / "c", "a", 100_000, "None")
+    _change_entry(tmp_path / "c", "a", 20_000, "None")
     with pytest.raises(errors.DepthError):
         flax_ckpt_compat.restore(tmp_path / "c")
 

@@ -405,21 +405,6 @@ def test_a_tree_with_files_of_a_users_own_handler_is_no_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
-def test_a_checkpoint_of_a_users_own_tree_handler(tmp_path: Path, to: Any) -> None:
-    """Without a step around it, it is copied as a whole: its handler reads it."""
-    with ocp.Checkpointer(PyTreeWithAssetsHandler()) as checkpointer:
-        checkpointer.save(tmp_path / "alone", args=KINDS["network"].saved)
-    result = converted(tmp_path / "alone", tmp_path / "dst", to, **({} if to == "orbax" else {"step": 5}))
-    if to == "orbax":
-        with ocp.Checkpointer(PyTreeWithAssetsHandler()) as checkpointer:
-            assert bits(checkpointer.restore(result, args=TreeWithAssets())) == bits(KINDS["network"].value)
-        assert below(result) == below(tmp_path / "alone")
-    else:
-        name = {"manager": "default", "v1": "state"}[to]
-        assert bits(restored(result, name, KINDS["network"])) == bits(KINDS["network"].value)
-
-
-@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
     """What PyTreeSave took as custom_metadata is in the tree's metadata; a result without it is found."""
     saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1, "names": ["a"]})
@@ -599,7 +584,12 @@ OF_OWN_HANDLERS = ("vocabulary", "tokens", "settings")
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 @pytest.mark.parametrize(
     ("name", "handler"),
-    [("vocabulary", WordsHandler), ("tokens", JsonAndWordsHandler), ("settings", ocp.ProtoCheckpointHandler)],
+    [
+        ("vocabulary", WordsHandler),
+        ("tokens", JsonAndWordsHandler),
+        ("settings", ocp.ProtoCheckpointHandler),
+        ("network", PyTreeWithAssetsHandler),
+    ],
 )
 def test_a_checkpoint_that_only_its_own_handler_reads_is_copied(
     tmp_path: Path, to: Any, name: str, handler: Any
@@ -705,17 +695,6 @@ def of_gpus(tmp_path: Path) -> Path:
     with pytest.raises(ValueError, match="should be specified, concrete"):
         restored(step, "mean", KINDS["mean"])
     return step
-
-
-@pytest.mark.slow
-@_ignores
-@pytest.mark.parametrize("name", ["ema", "mean", "key"])
-def test_shardings_of_other_machines_are_dropped(of_gpus: Path, tmp_path: Path, name: str) -> None:
-    """A checkpoint of a GPU restores on this host with the defaults of real managers, of v1, and from a directory."""
-    for to in ("manager", "v1", "orbax"):
-        result = converted(of_gpus, tmp_path / to, to, **({} if to == "orbax" else {"step": 5}))
-        assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
-        assert not [file for file in result.rglob("_sharding") if "cuda" in file.read_text()]
 
 
 @_ignores

@@ -19,6 +19,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config, errors, save
 from flax_ckpt_compat.cli import main
+from tests.readers_matrix import table
 from tests.support.interpreters import run_python
 from tests.support.peers import ocp_released_v1, ocp_v1, skip_without_typed_keys, version
 from tests.support.samples import fingerprint
@@ -267,6 +268,12 @@ def test_what_orbax_sees(leaf: str, orbax_sees: str, reader: str, tmp_path: Path
         seen = READERS[reader](path)["x"]
     assert fingerprint(seen) == fingerprint(value if orbax_sees == "same" else value_of(orbax_sees))
     assert fingerprint(checkpoints.restore_checkpoint(path, {"x": value})["x"]) == fingerprint(value)
+
+
+def test_the_table_of_releases_is_that_of_the_results() -> None:
+    """`python -m tests.readers_matrix --write` wrote it last; no row is of a release that is not pinned."""
+    assert table.text() in table.GUIDE.read_text()
+    assert table.results().keys() <= table.RELEASES.keys()
 
 
 def test_every_error_is_explained() -> None:

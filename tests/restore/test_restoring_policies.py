@@ -411,11 +411,3 @@ def test_a_target_without_it_never_asks(saved: Path) -> None:
     with warnings_logged() as logged:
         _assert_rest(checkpoints.restore_checkpoint(saved, {"array": np.zeros(3, int)}))
     assert not any("theirown" in text for text in logged)
-
-
-def test_a_view_reads_the_data(saved: Path) -> None:
-    """So does looking into it."""
-    with flax_ckpt_compat.open_checkpoint(saved) as view, warnings_logged():
-        restored = view.read()
-    _assert_rest(restored)
-    assert np.asarray(restored["key"]).tolist() == DATA.tolist()

@@ -101,7 +101,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, quick=12))
 @given(target=trees, function=st.sampled_from(FUNCTIONS))
 def test_files_of_any_tree_are_flaxs_to_the_byte(
     tmp_path_factory: pytest.TempPathFactory, target: Any, function: str
