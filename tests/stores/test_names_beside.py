@@ -1,4 +1,4 @@
-"""Objects beside a checkpoint: of other programs, late ones, and arrays that several processes of Flax wrote."""
+"""Objects beside a checkpoint: of other programs, late ones, arrays that several processes wrote; and one within it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat import checkpoints, errors, restore, save
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from tests.support import s3
 from tests.support.s3 import Bucket
-from tests.support.saves import tree
+from tests.support.saves import tree, use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
 
 STORES = pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
@@ -89,3 +89,39 @@ def test_arrays_beside_a_msgpack_file(folder: str, name: str, bucket: Bucket) ->
             array = np.frombuffer(base64.b64decode(saved["data"]), dtype_from_name(saved["dtype"]))
             np.testing.assert_array_equal(leaves[path].reshape(-1).view(np.uint8), array.view(np.uint8))
             assert (leaves[path].dtype, leaves[path].shape) == (array.dtype, tuple(saved["shape"]))
+
+
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
+def test_none_is_lost_with_another(any_bucket: AnyBucket, format: Any) -> None:
+    """As on a disk: see `tests.save.test_inside`."""
+    root = f"{any_bucket.url}/run"
+    save(root, tree(1), step=1, format="orbax")
+    with pytest.raises(errors.InvalidCheckpointError, match=f"{root}/checkpoint_1 is a checkpoint.* such as {root}$"):
+        save(f"{root}/checkpoint_1/sub", tree(2), step=2, format=format)
+    save(f"{root}/checkpoint_5", tree(7), step=7, format=format)
+    with (
+        use_flag(format == "orbax"),
+        pytest.raises(errors.InvalidCheckpointError, match="only checkpoints are replaced"),
+    ):
+        checkpoints.save_checkpoint(root, tree(5), 5, overwrite=True)
+    assert restore(f"{root}/checkpoint_5")["n"] == 7
+
+
+def test_the_innermost_is_named(bucket: Bucket) -> None:
+    """A copy of a checkpoint in another one: what is saved below it would be removed with it first, as on a disk."""
+    save(f"{bucket.url}/run/outer", tree(1), format="orbax")
+    for key in bucket.keys("run/outer/"):
+        bucket.put(key.replace("outer/", "outer/inner/", 1), bucket.get(key))
+    with pytest.raises(errors.InvalidCheckpointError, match=f"{bucket.url}/run/outer/inner is a checkpoint"):
+        save(f"{bucket.url}/run/outer/inner/sub", tree(2), step=2)
+
+
+def test_a_bucket_and_a_marker_alone_are_no_checkpoints(bucket: Bucket) -> None:
+    """A bucket is never replaced or evicted, whatever lies at its top; a lone marker holds nothing to lose."""
+    save(f"{bucket.url}/run/outer", tree(1), format="orbax")
+    for key in bucket.keys("run/outer/"):
+        bucket.put(key.removeprefix("run/outer/"), bucket.get(key))
+    bucket.put("marked/_CHECKPOINT_METADATA", b"{}")
+    for folder in ("sub", "marked/sub"):
+        save(f"{bucket.url}/{folder}", tree(7), step=7)
+        assert restore(f"{bucket.url}/{folder}")["n"] == 7

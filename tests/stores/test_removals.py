@@ -1,8 +1,10 @@
-"""What is removed from a store, by evictions and `flax-ckpt clean`; what is refused, and what is told of it."""
+"""What is removed from a store, by evictions, `clean` and the next save; what is refused, and what is told of it."""
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,11 @@ from click.testing import CliRunner
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat.cli import main
 from tests.support.s3 import Bucket
-from tests.support.saves import tree, use_flag
+from tests.support.saves import start_python, tree, use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
 
 
@@ -143,3 +146,62 @@ def test_arrays_that_another_process_writes_stay(live: bool, bucket: Bucket) -> 
         bucket.put(key, b"")
     ours.save_checkpoint(f"{bucket.url}/run", TREE, 1, overwrite=True)
     assert bucket.keys(folder) == sorted([*arrays * live, f"{folder}/notes"])
+
+
+CHANGES = ("PUT", "POST", "DELETE")
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_an_overwrite_that_dies(commits: bool, bucket: Bucket) -> None:
+    """After a day, its data goes from the folder that it was to replace; what it has committed stays."""
+    root, ended = f"{bucket.url}/run", list[bool]()
+    flax_ckpt_compat.save(root, tree(1), step=1, format="orbax")
+    before = bucket.keys("run/")
+
+    def rule(method: str, path: str) -> str:
+        is_other = method in CHANGES and "/d/" not in path and "/_begun" not in path
+        if (method == "DELETE" and "/_begun" in path) or (is_other and not commits):
+            ended.append(True)
+        return "403" if ended and method in CHANGES else ""
+
+    with bucket.proxy.failing(rule), suppress(errors.StorageError):
+        flax_ckpt_compat.save(root, tree(2), step=1, format="orbax", overwrite=True)
+    (mark,) = (key for key in bucket.keys("run/") if "/_begun" in key)
+    bucket.put(mark.replace(mark.split(".")[1], str(int(time.time()) - 25 * 3600)), bucket.get(mark))
+    bucket.delete(mark)
+    left = bucket.keys("run/")
+    location_of(root).prepare_directory()
+    assert bucket.keys("run/") == ([key for key in left if "/_begun" not in key] if commits else before)
+    assert flax_ckpt_compat.restore(root)["n"] == 1 + commits
+
+
+AT_EXIT = """
+import sys
+import flax
+from flax_ckpt_compat import checkpoints
+from tests.support.saves import tree
+flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "orbax")
+manager = checkpoints.AsyncManager()
+checkpoints.save_checkpoint(sys.argv[1], tree(1) | {str(n): n for n in range(50)}, 1, async_manager=manager)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None:
+    """A background save that is not waited for is committed before the interpreter has ended."""
+    with bucket.proxy.failing(lambda method, path: "slow" if method == "PUT" else ""):
+        process = start_python(AT_EXIT, f"{bucket.url}/run", format)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert flax_ckpt_compat.restore(f"{bucket.url}/run")["49"] == 49, told
+
+
+def test_nothing_stays_on_the_local_disk(bucket: Bucket, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is uploaded is written to the temporary folder first, and removed from there, also after a failure."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for format in ("msgpack", "orbax"):
+        flax_ckpt_compat.save(f"{bucket.url}/{format}", tree(1), format=format)
+        with pytest.raises(errors.StorageError, match="no bucket"):
+            flax_ckpt_compat.save(f"s3://not-there-{bucket.name}/{format}", tree(1), format=format)
+    assert [files for _, _, files in os.walk(tmp_path) if files] == []

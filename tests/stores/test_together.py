@@ -18,7 +18,6 @@ from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.object_store import upload as uploads
 from flax_ckpt_compat.errors import ConcurrentWriteError
 from tests.multiprocess import jobs, real_jobs, store_jobs
-from tests.stores.test_rules_crash import from_change
 from tests.support import s3
 from tests.support.s3 import Bucket, Proxy
 from tests.support.saves import use_flag
@@ -180,25 +179,6 @@ def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies
         assert "credentials" in outcome.error, outcome
     assert bucket.keys() == before
     assert team.call(jobs.restore_small, root) == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_process_0_that_fails_from_one_change_on(bucket: Bucket, proxies: list[Proxy]) -> None:
-    """What the others restore is the old one or the new one, and from one change on the new one."""
-    team, seen = led(team_of(2), *proxies), []
-    for number in range(5, 60, 18):
-        root = f"{bucket.url}/run{number}"
-        team.call(jobs.save_small, root, True, 1)
-        with bucket.proxy.failing(from_change(number)):
-            outcomes = team.run(store_jobs.overwrite, root, True, 1, 5, 20.0, timeout=40)
-        assert ours.available_steps(root) == [1]
-        (value,) = set(team.call(jobs.restore_small, root))
-        assert value in (1, 5)
-        seen.append(value)
-        if not any(outcome.error for outcome in outcomes):
-            break
-    assert set(seen) == {1, 5}
-    assert seen == sorted(seen)
 
 
 @pytest.mark.slow
