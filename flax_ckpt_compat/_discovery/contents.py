@@ -55,8 +55,7 @@ class Layout(enum.Enum):
     CUSTOM = "files of a custom handler"
     T5X = "T5X"  # read, and never written by Flax, Orbax's checkpointers or this library
     ARRAYS = "arrays without a tree"  # of a tree that lost it, or of jax's own serialization; never complete
-    # Of other programs: read by its own path, and something else than a checkpoint for all look-ups.
-    READ_ONLY = "of another program"
+    READ_ONLY = "of another program"  # read by its own path, and something else than a checkpoint for all look-ups
 
 
 _NEVER_WRITTEN = (None, Layout.T5X, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
@@ -76,8 +75,7 @@ class Contents:
     is_upload: bool = False  # incomplete as the unfinished save to a store is
     is_whole: bool = False  # no part is missing, be it a temporary
     is_marked: bool = False  # a name in it is one that only Orbax, or our Orbax backend, writes
-    # It is one checkpoint, whole or not, also where no listing of steps says so: not a directory of checkpoints.
-    is_one_checkpoint: bool = False
+    is_one_checkpoint: bool = False  # whole or not, whatever its name: not a directory of checkpoints
 
     @property
     def unread(self) -> list[str]:
@@ -293,7 +291,7 @@ def _described(path: Location, names: set[str]) -> _Description:
     flat = handlers.get("", "")
     if flat and (part := orbax_directory.missing_part(path, names, flat)):
         kind = Layout.JSON if "Json" in flat else Layout.TREE
-        return kind, orbax_directory.recorded_but_missing(part), {}, ()
+        return kind, f"{part} {orbax_directory.RECORDED}", {}, ()
     if file := orbax_directory.json_file(path, names, flat):
         return Layout.JSON, "", {"": Item(None, file)}, ()
     if flat and orbax_directory.kind_of_handler(flat) is ItemKind.KEY:

@@ -20,16 +20,12 @@ def backend_for(format: Format) -> Backend:
     if format is Format.MSGPACK:
         return cast(Backend, _imported(_LEGACY).BACKEND)
     # Directories of Orbax before 0.5.16 hold a msgpack file.
-    return cast(Backend, _imported(_ORBAX).OrbaxBackend(_open_msgpack))
+    return cast(Backend, _imported(_ORBAX).OrbaxBackend(lambda file: _imported(_LEGACY).open_part_of_orbax(file)))
 
 
 def open_stream(location: Location) -> Reader:
     """Open msgpack objects one after the other, each a key path and the bytes of a leaf, as EasyLM writes them."""
     return cast(Reader, _imported(_LEGACY).open_stream(location))
-
-
-def _open_msgpack(location: Location) -> Reader:
-    return cast(Reader, _imported(_LEGACY).open_part_of_orbax(location))
 
 
 def _imported(name: str) -> Any:

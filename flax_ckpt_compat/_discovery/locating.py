@@ -7,7 +7,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -133,15 +133,16 @@ def read_found(
 
     ``otherwise`` returns the result if there is no checkpoint; None raises. ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
+    subject = (checkpoint_dir.root.path, checkpoint_dir.given_prefix, "absent")
     for _ in range(saved_steps.ROUNDS):
         found = find(checkpoint_dir, step)
         if isinstance(found, Absence):
             if removed is None:
-                return _nothing(checkpoint_dir, found, otherwise, doing)
+                return _nothing(found, otherwise, doing, checkpoint_dir.root, subject)
             # Never return the target here: the program would go on training from initial parameters.
             gone = f"{removed[0]} was removed while it was read, and there is no other: "
             raise found.error(removed[0], gone) from removed[1]
-        log_once(_subject(checkpoint_dir), None)
+        log_once(subject, None)
         before = found.location.identity()
         try:
             with foreign.naming_lfs_pointers(found.location):
@@ -170,7 +171,7 @@ def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir
 
 
 def _nothing(
-    checkpoint_dir: CheckpointDir, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
+    found: Absence, otherwise: Callable[[], _Result] | None, doing: str, root: Location, subject: Hashable
 ) -> _Result:
     if (lost := found.lost) is not None:
         # No save that is interrupted leaves one on a file system under its final name: a program must not begin anew.
@@ -178,14 +179,10 @@ def _nothing(
         remedy = "Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it away."
         raise errors.IncompleteCheckpointError(f"{what} complete. {remedy}", path=lost.location.path)
     if otherwise is None:
-        raise found.error(checkpoint_dir.root, f"nothing to {doing}: ")
+        raise found.error(root, f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
-    log_once(_subject(checkpoint_dir), message, logging.INFO if found.is_start else logging.WARNING)
+    log_once(subject, message, logging.INFO if found.is_start else logging.WARNING)
     return otherwise()
-
-
-def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
-    return checkpoint_dir.root.path, checkpoint_dir.given_prefix, "absent"
 
 
 def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkpoint_dir: CheckpointDir) -> bool:

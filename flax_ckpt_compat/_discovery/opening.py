@@ -109,8 +109,7 @@ class Opened:
         if self._read_by is None or self.items[item].format is None:
             return open_item(self.items[item], verify=self._verify)
         own: Reader | None = None
-        # Its handler's files may be others.
-        with suppress(errors.UnrecognizedFormatError, errors.IncompleteCheckpointError):
+        with suppress(errors.UnrecognizedFormatError, errors.IncompleteCheckpointError):  # as files of other handlers
             own = open_item(self.items[item], verify=self._verify)
         return self._read_by(self.location, item, own)
 

@@ -36,6 +36,7 @@ _T5X_STATE_KEYS, _T5X_SPEC = (b"\xa6target", b"\xa5state"), b"\xa6driver\xa4zarr
 _T5X_ARRAYS = ("target.", "state.", "param_states.")
 RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 NO_ITEMS = {layout.DESCRIPTOR}  # that handlers are recorded for
+RECORDED = f"is missing, which {layout.STEP_METADATA} records"
 _MAX_RECORD_BYTES = 16 * 2**20  # of STEP_METADATA, in which users may store their own
 
 
@@ -121,7 +122,9 @@ def missing_in_tree(path: Location, names: set[str]) -> str | None:
         if has_databases and not _is_never_merged(path, names):
             return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
         # An interrupted copy leaves that, as the manifest's name is the last one.
-        if not names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)) and _has_data_files(path, names):
+        is_other = names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES))
+        data = path / layout.DATA_DIRECTORY  # an array of that name has other files
+        if not is_other and data.isdir() and all(map(_DATA_FILE.fullmatch, names_in(data))):
             return f"{layout.MANIFEST} is missing, so it was not copied, or renamed, to the end"
     if layout.STEP_METADATA in names and not has_structure:
         return f"{layout.TREE_METADATA} is missing"
@@ -162,12 +165,6 @@ def lost_structure(path: Location, names: set[str]) -> bool:
         if name in names and any(map(part.fullmatch, names_in(path / name))):
             return True
     return bool(names.intersection(FINISHED)) and is_folder_of_arrays(path, names)
-
-
-def _has_data_files(path: Location, names: set[str]) -> bool:
-    """Return whether a directory has the folder that a database has for its data, and not an array of that name."""
-    is_there = layout.DATA_DIRECTORY in names and (path / layout.DATA_DIRECTORY).isdir()
-    return is_there and all(map(_DATA_FILE.fullmatch, names_in(path / layout.DATA_DIRECTORY)))
 
 
 def _is_never_merged(path: Location, names: set[str]) -> bool:
@@ -349,11 +346,6 @@ def missing_part(path: Location, names: set[str], handler: str) -> str | None:
     return None
 
 
-def recorded_but_missing(part: str) -> str:
-    """Say that a file or folder is missing of which the step's metadata tells."""
-    return f"{part} is missing, which {layout.STEP_METADATA} records"
-
-
 def missing_in_items(
     path: Location, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
 ) -> Iterator[str]:
@@ -363,9 +355,9 @@ def missing_in_items(
         if name in NO_ITEMS:
             continue
         if name not in names or not child.isdir():
-            yield recorded_but_missing(f"{name}/")
+            yield f"{name}/ {RECORDED}"
         elif part := missing_part(child, names_in(child), handler):
-            yield recorded_but_missing(f"{name}/{part}")
+            yield f"{name}/{part} {RECORDED}"
     for name, item in items.items():
         inside = item.names or names_in(item.location)
         if item.format and is_tree(item.location, inside) and (missing := missing_in_tree(item.location, inside)):

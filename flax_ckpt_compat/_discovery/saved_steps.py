@@ -213,8 +213,7 @@ class Directory:
 
     def newest(self, is_wanted: Callable[[Contents], bool]) -> Entry | None:
         """Return the newest step, or else ``prefix + text``, whose contents are wanted."""
-        # All names begin with the empty prefix.
-        texts = self.texts if self.checkpoint_dir.prefix else []
+        texts = self.texts if self.checkpoint_dir.prefix else []  # all names begin with the empty prefix
         entries = reversed([*texts, *(self.steps or self.other_family)])
         return next((entry for entry in entries if is_wanted(self.classify(entry))), None)
 
