@@ -11,10 +11,9 @@ from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, map_leaves, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import judged
-from flax_ckpt_compat._suggest.layouts import laid_out
+from flax_ckpt_compat._suggest.layouts import ProposedRule
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.rules import Rule
 
@@ -102,7 +101,7 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
         begun += filter(None, (pairing.tried(first, steps) for steps in likely))
     if lacking <= _MANY and (matched := pairing.leftovers(first)).matched > first.matched:
         begun.insert(0, matched)
-    arranged = (laid_out(pairing, pairing.paired(state)) for state in begun)
+    arranged = (pairing.laid_out(pairing.paired(state)) for state in begun)
     found = sorted(arranged, key=lambda one: (-one.matched, len(one.steps)))
     best: Suggestion | None = None
     for state in found:

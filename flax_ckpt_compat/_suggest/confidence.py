@@ -12,9 +12,9 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import leaf_features
+from flax_ckpt_compat._suggest.layouts import ProposedRule
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, leaves_at, look
 from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural, told_apart, unnumbered
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 _COUNTS = frozenset(("count", "gradient_step", "step"))

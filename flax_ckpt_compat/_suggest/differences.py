@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import counted, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
-from flax_ckpt_compat._suggest import stacked_layers
+from flax_ckpt_compat._suggest import layouts
+from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
 from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
     SubtreeMemo,
@@ -20,7 +21,6 @@ from flax_ckpt_compat._suggest.leaf_features import (
     turned,
 )
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
-from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
 
 _MAX_PAIRS = 900
 
@@ -108,8 +108,8 @@ class Gap:
 
     def _open(self) -> tuple[list[LayerRow], list[LayerRow]]:
         """Return the rows of both branches that are not paired yet."""
-        olds = [row for row in stacked_layers.rows(self.ours) if self.gone.keys() & row.siblings]
-        return olds, [row for row in stacked_layers.rows(self.theirs) if self.new.keys() & row.siblings]
+        olds = [row for row in layouts.rows(self.ours) if self.gone.keys() & row.siblings]
+        return olds, [row for row in layouts.rows(self.theirs) if self.new.keys() & row.siblings]
 
     def rows(self) -> Iterator[Change]:
         """Yield the changes between rows of the same layers; the number of layers may differ."""
@@ -127,7 +127,7 @@ class Gap:
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
-                    patterns = stacked_layers.renamed(one, other)
+                    patterns = layouts.renamed(one, other)
                     yield Change(self.path, tuple(one.siblings), tuple(other.siblings), patterns, reason)
 
     def _stacks(self) -> Iterator[list[ProposedRule]]:
@@ -138,18 +138,18 @@ class Gap:
                     continue
                 layer, forms = self.memo.contents(row.nodes[0]), {}
                 for name in natural(others):
-                    if form := stacked_layers.form_of(row, layer, self.memo.contents(others[name])):
+                    if form := layouts.form_of(row, layer, self.memo.contents(others[name])):
                         forms[name] = form
                 if forms:
                     name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
                     self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
                     if stacking:
-                        yield stacked_layers.stacked(row, name, forms[name])
+                        yield layouts.stacked(row, name, forms[name])
                     else:
-                        yield stacked_layers.unstacked(name, row, forms[name])
+                        yield layouts.unstacked(name, row, forms[name])
         for name in [name for name in self.gone if name in self.new]:
             ours, theirs = self.memo.contents(self.gone[name]), self.memo.contents(self.new[name])
-            if steps := stacked_layers.regrouped(name, ours, theirs):
+            if steps := layouts.regrouped(name, ours, theirs):
                 self._take([name], [name])
                 yield steps
 
@@ -159,9 +159,9 @@ class Gap:
             names = projections(parts)
             for name in list(wholes) if names else ():
                 contents = [self.memo.contents(parts[part]) for part in names]
-                if axis := stacked_layers.joined_axis(contents, self.memo.contents(wholes[name])):
+                if axis := layouts.joined_axis(contents, self.memo.contents(wholes[name])):
                     self._take(*((names, [name]) if fusing else ([name], names)))
-                    yield [stacked_layers.fused(names, name, *axis, fusing=fusing)]
+                    yield [layouts.fused(names, name, *axis, fusing=fusing)]
                     break
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:

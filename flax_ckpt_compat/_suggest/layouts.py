@@ -1,24 +1,212 @@
-"""Propose rules for arrays that have their names and lie otherwise: axes of length 1, transposed, heads apart."""
+"""Tell how arrays lie otherwise, and the rules for it: rows, stacks, groups of layers, axes, heads, projections."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal
-from flax_ckpt_compat._core.tree import Path, joined, show_path
-from flax_ckpt_compat._suggest.leaf_features import bare, is_torch_name, leaves_at, turned
+from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
+from flax_ckpt_compat._suggest.leaf_features import Contents, bare, is_torch_name, turned
 from flax_ckpt_compat._suggest.names import unnumbered
-from flax_ckpt_compat._suggest.pairing import Pairing, State
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 
+_AXES = (0, 1, 2, 3, -1)
 # Names in a pattern, and shapes that need a rule each: more are no evidence.
 _MAX_NAMES, _MAX_SHAPES = 12, 16
 Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProposedRule:
+    """One proposed rule.
+
+    Attributes:
+        rule: see `flax_ckpt_compat.rules`.
+        reason: evidence for it, in a few words.
+        doubt: evidence against it, if any.
+        keeps: key paths below which the target's own values stay, so that it prints as a comment.
+    """
+
+    rule: rules.Rule
+    reason: str
+    doubt: str = ""
+    keeps: tuple[Path, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerRow:
+    """Siblings numbered without a gap."""
+
+    stem: str  # before the numbers; the name of a list
+    slash: str  # ``/`` in a list: one branch holds its layers, by numbers alone
+    first: int
+    nodes: list[Node]  # in the order of the numbers
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all layers, in order."""
+        return [f"{self.stem}{self.slash}{number}" for number in range(self.first, self.first + len(self.nodes))]
+
+    @property
+    def siblings(self) -> list[str]:
+        """Return the names that the row takes among its siblings."""
+        return [self.stem] if self.slash else self.names
+
+
+def rows(children: dict[str, Node]) -> list[LayerRow]:
+    """Return the rows of two or more layers among the children of a branch."""
+    found: dict[tuple[str, str], dict[int, Node]] = {}
+    for name, node in children.items():
+        if not isinstance(node, Branch):
+            continue
+        if counted := numbered(name):
+            found.setdefault((counted[0], ""), {})[counted[1]] = node
+        inner = node.children.items()
+        if "/" not in name and all(one.isdecimal() and isinstance(child, Branch) for one, child in inner):
+            found[name, "/"] = {int(number): child for number, child in inner}
+    return [
+        LayerRow(*stem, min(layers), [layers[number] for number in sorted(layers)])
+        for stem, layers in found.items()
+        if len(layers) > 1 and max(layers) - min(layers) == len(layers) - 1
+    ]
+
+
+def renamed(old: LayerRow, new: LayerRow) -> dict[str, str]:
+    """Return patterns and replacements for the names of a row, one for each number that changes."""
+    if old.first == new.first:
+        return {rf"{literal(old.stem)}{old.slash}(\d+)": rf"{plain(new.stem)}{new.slash}\1"}
+    return {literal(left): plain(right) for left, right in zip(old.names, new.names, strict=True)}
+
+
+def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
+    """Return the step for one or several renames at once."""
+    rule = rules.rename(*next(iter(patterns.items()))) if len(patterns) == 1 else rules.rename(patterns)
+    return ProposedRule(rule, reason)
+
+
+class Form(NamedTuple):
+    """How one subtree holds the layers of a row."""
+
+    axis: int
+    groups: tuple[int, ...]  # the lengths of the first two axes, if they are those of the layers
+    doubt: str
+
+
+def stacked(old: LayerRow, into: str, form: Form) -> list[ProposedRule]:
+    """Return the rules that stack a row."""
+    stem = old.stem or f"{into.rpartition('/')[2]}_"
+    reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
+    # Names that are numbers alone may be those of other things, too.
+    named = [] if old.stem else [rename(renamed(old, LayerRow(stem, "", old.first, old.nodes)), f"layers of {into}")]
+    rule = rules.stack(rf"{literal(stem)}{old.slash}(\d+)", into, **_given(axis=form.axis, first=old.first))
+    return [*named, ProposedRule(rule, reason, form.doubt), *_grouped(into, form, rules.split_axis, form.groups)]
+
+
+def unstacked(name: str, new: LayerRow, form: Form) -> list[ProposedRule]:
+    """Return the rules that unstack a stack into a row."""
+    reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
+    more = _given(axis=form.axis, first=new.first)
+    rule = rules.unstack(literal(name), f"{new.stem}{new.slash}{{}}", **more)
+    return [*_grouped(name, form, rules.merge_axes), ProposedRule(rule, reason, form.doubt)]
+
+
+def regrouped(name: str, old: Contents, new: Contents) -> list[ProposedRule]:
+    """Return the rule that divides the layers of a stack into groups, or joins its groups."""
+    for one, other, rule in ((old, new, rules.split_axis), (new, old, rules.merge_axes)):
+        counts = {shape[:1] for _, (shape, _) in one}
+        layer = Counter({(leaf, (shape[1:], kind)): many for (leaf, (shape, kind)), many in one.items()})
+        form = _groups_of(layer, min(counts)[0], other) if len(counts) == 1 and () not in counts else None
+        if form is not None:
+            return _grouped(name, form, rule, *([form.groups] if one is old else []))
+    return []
+
+
+def _grouped(name: str, form: Form, rule: Callable[..., rules.Rule], *groups: Any) -> list[ProposedRule]:
+    reason = "{} has {} groups of {} layers".format(name, *form.groups) if form.groups else ""
+    return [ProposedRule(rule(literal(name), *groups), reason)] if reason else []
+
+
+def _given(**arguments: int) -> dict[str, int]:
+    return {name: value for name, value in arguments.items() if value}
+
+
+def form_of(row: LayerRow, layer: Contents, whole: Contents) -> Form | None:
+    """Return how a subtree holds the layers of a row, of which each has the same contents; None if it does not."""
+    count = len(row.nodes)
+    if layer.total() != whole.total():
+        return None
+    shared = {axis: (_with_axis(layer, count, axis) & whole).total() for axis in _AXES}
+    best = max(shared.values())
+    if best * 2 <= whole.total():
+        return _groups_of(layer, count, whole)
+    axes = [axis for axis in _AXES if shared[axis] == best]
+    # Axes on which the stacks are the same are one, as the last one where all arrays have as many.
+    ranks = {len(shape) for _, (shape, _) in layer}
+    is_clear = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
+    return Form(axes[0], (), "" if is_clear else "the shapes do not tell on which axis the layers lie")
+
+
+def _groups_of(layer: Contents, count: int, whole: Contents) -> Form | None:
+    # Where the numbers of axes differ, the first axes in common are those of the layers.
+    is_clear = len({len(shape) for _, (shape, _) in layer}) > 1
+    for groups in [(one, count // one) for one in range(2, count // 2 + 1) if count % one == 0] if is_clear else ():
+        if Counter({(name, ((*groups, *shape), kind)): many for (name, (shape, kind)), many in layer.items()}) == whole:
+            return Form(0, groups, "")
+    return None
+
+
+def _with_axis(layer: Contents, count: int, axis: int) -> Contents:
+    """Return the contents of a layer once stacked; an array without that axis matches nothing."""
+    result: Contents = Counter()
+    for (name, (shape, kind)), many in layer.items():
+        at = len(shape) + 1 + axis if axis < 0 else axis
+        result[name, ((*shape[:at], count, *shape[at:]), kind if at <= len(shape) else "none")] += many
+    return result
+
+
+def joined_axis(parts: Sequence[Contents], whole: Contents) -> tuple[int, list[int]] | None:
+    """Return the axis, from the end, on which several subtrees make up another one, and the lengths of the parts."""
+    *looks, joined = ({name: shape for name, (shape, _) in one} for one in (*parts, whole))
+    if not joined or any(one.keys() != joined.keys() for one in looks):
+        return None
+    for axis in (-1, -2):
+        if all(_is_joined([one[name] for one in looks], shape, axis) for name, shape in joined.items()):
+            return axis, [next(iter(one.values()))[axis] for one in looks]
+    return None
+
+
+def _is_joined(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...], axis: int) -> bool:
+    if any(len(part) != len(whole) or len(part) < -axis for part in parts):
+        return False
+    rests = {(*part[:axis], *part[len(part) + axis + 1 :]) for part in (*parts, whole)}
+    return len(rests) == 1 and sum(part[axis] for part in parts) == whole[axis]
+
+
+def fused(names: Sequence[str], whole: str, axis: int, lengths: list[int], *, fusing: bool) -> ProposedRule:
+    """Return the rule that joins projections, or divides one."""
+    doubt = f"the parts of {whole} may lie head by head, which the shapes do not tell"
+    reason = f"{whole} is as long as {', '.join(names)} together"
+    more: dict[str, Any] = {"axis": axis} if axis != -1 else {}
+    if fusing:
+        return ProposedRule(rules.fuse(list(names), whole, **more), reason, doubt)
+    more |= {"sizes": lengths} if len(set(lengths)) > 1 else {}
+    return ProposedRule(rules.split(literal(whole), list(names), **more), reason, doubt)
+
+
+def plain(text: str) -> str:
+    """Return text escaped for a replacement."""
+    return text.replace("\\", r"\\")
+
+
+def either(names: Iterable[str]) -> str:
+    """Return a pattern for one of several names, without a group."""
+    return "|".join(sorted(map(literal, names)))
 
 
 class Stored(NamedTuple):
@@ -30,22 +218,15 @@ class Stored(NamedTuple):
     wanted: Shape
 
 
-def laid_out(pairing: Pairing, state: State) -> State:
-    """Return the state after steps for the arrays that have as many values as the target's, in another layout."""
-    arrays = [
-        Stored(path, leaf.path, leaf.shape, pairing.goal[path][0])
-        for path, leaf in leaves_at(state.tree)
-        if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY and path in pairing.goal
-    ]
+def steps(arrays: Sequence[Stored]) -> Iterator[ProposedRule]:
+    """Yield the steps for the arrays that have as many values as the target's, in another layout."""
     groups: dict[tuple[str, Shape], list[Stored]] = {}
     for one in arrays:
         if one.shape != one.wanted and math.prod(one.shape) == math.prod(one.wanted) and (change := _change(one)):
             groups.setdefault(change, []).append(one)
     for (kind, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
-        step = _step(kind, argument, group, arrays)
-        after = pairing.tried(state, [step]) if step else None
-        state = after if after is not None and after.matched > state.matched else state
-    return state
+        if step := _step(kind, argument, group, arrays):
+            yield step
 
 
 def _change(one: Stored) -> tuple[str, Shape] | None:
@@ -78,7 +259,8 @@ def _step(kind: str, argument: Shape, group: list[Stored], arrays: Iterable[Stor
     if kind == "transposed" and all(is_torch_name(*pair) for pair in names):  # square ones go with the others
         square = [one for one in arrays if one.shape == one.wanted and argument in turned(one.shape, one.wanted)]
         group = [*group, *(one for one in square if (bare(one.was)[-1], bare(one.path)[-1]) in names)]
-    if not (pattern := pattern_of(group, arrays)):
+    wanted = {one.path for one in group}
+    if not (pattern := pattern_of(wanted, (one.path for one in arrays if one.path not in wanted))):
         return None
     if kind == "squeezed":
         return ProposedRule(rules.reshape(pattern, argument), "axes of length 1 come or go, and all values stay")
@@ -90,11 +272,11 @@ def _step(kind: str, argument: Shape, group: list[Stored], arrays: Iterable[Stor
     return ProposedRule(rules.transpose(pattern, argument), reason, doubt)
 
 
-def pattern_of(group: Iterable[Stored], arrays: Iterable[Stored]) -> str:
-    """Return a pattern that matches these arrays, in parameters and moments, and no others; empty if that is long."""
-    wanted = {one.path for one in group}
-    others = [one.path for one in arrays if one.path not in wanted]
-    for count, is_row in itertools.product(range(1, max(map(len, wanted)) + 1), (True, False)):
+def pattern_of(wanted: Collection[Path], others: Iterable[Path], longest: int = 99) -> str:
+    """Return a pattern for the ends of some key paths, in parameters and moments, and of no others; empty if long."""
+    others = list(others)
+    counts = range(1, min(longest, max(map(len, wanted), default=0)) + 1)
+    for count, is_row in itertools.product(counts, (True, False)):
         named = {path: unnumbered(path[-count:]) if is_row else path[-count:] for path in (*wanted, *others)}
         ends, exact = {named[path] for path in wanted}, {path[-count:] for path in wanted}
         if ends.isdisjoint(named[path] for path in others):

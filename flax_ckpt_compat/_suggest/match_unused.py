@@ -15,9 +15,9 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, topmost
 from flax_ckpt_compat._suggest.differences import Change, in_words
+from flax_ckpt_compat._suggest.layouts import ProposedRule, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, Look, Roles, SubtreeMemo, fits
 from flax_ckpt_compat._suggest.names import COPIES, akin, core, natural, unnumbered, words
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
 
 # Rows of stored nodes that are compared with one of the target's: more are no evidence for any.

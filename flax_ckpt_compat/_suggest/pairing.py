@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
-from flax_ckpt_compat._suggest import match_unused
+from flax_ckpt_compat._suggest import layouts, match_unused
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten, leaves_at
 from flax_ckpt_compat._suggest.names import unnumbered
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain, rename
 
 _ROUNDS = 8
 _KNOWN = 4
@@ -87,6 +88,18 @@ class Pairing:
         """Return the state after the steps that take what is left over to its only place; see `match_unused`."""
         return self._repeated(state, self._leftovers)
 
+    def laid_out(self, state: State) -> State:
+        """Return the state after the steps for arrays that have their names and lie otherwise."""
+        arrays = [
+            layouts.Stored(path, leaf.path, leaf.shape, self.goal[path][0])
+            for path, leaf in leaves_at(state.tree)
+            if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY and path in self.goal
+        ]
+        for step in layouts.steps(arrays):
+            after = self.tried(state, [step])
+            state = after if after is not None and after.matched > state.matched else state
+        return state
+
     def _repeated(self, state: State, groups_of: Callable[[State], Iterator[list[ProposedRule]]]) -> State:
         done = set[str]()
         for _ in range(_ROUNDS):
@@ -110,7 +123,7 @@ class Pairing:
         """Yield the steps of one round; those of one list make sense together alone."""
         own = Roles(state.tree)
         places = _places(state.tree)
-        layouts: dict[str, list[ProposedRule]] = {}
+        stacks: dict[str, list[ProposedRule]] = {}
         levels: dict[tuple[str, bool], list[Level]] = {}
         rows: list[Change] = []
         changes: list[Change] = []
@@ -124,9 +137,9 @@ class Pairing:
                 elif isinstance(found, Level):
                     levels.setdefault((found.name, found.is_new), []).append(found)
                 else:
-                    layouts.setdefault(found[0].rule.source, found)
+                    stacks.setdefault(found[0].rule.source, found)
         yield from _renamed(rows, places, own)
-        yield from layouts.values()
+        yield from stacks.values()
         for group in levels.values():
             yield _leveled(group, places, own)
         yield from _renamed(changes, places, own)

@@ -12,15 +12,14 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, node_at, show_path, topmost
 from flax_ckpt_compat._suggest import match_unused
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, pattern_of, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, leaves_at, look
 from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
-_MAX_ENDS = 12
 _MAX_PARTS = 6
 _NO_MOMENTS = "no moments"
 
@@ -81,44 +80,20 @@ def _parts(name: str, separators: Sequence[str]) -> list[str]:
 def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for a level around arrays that one tree has: ``value`` in NNX's states, boxes with metadata."""
     for inner, outer, is_new in ((stored, target, True), (target, stored, False)):
-        boxed = [path for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen]
-        names = {path[-1] for path in boxed}
+        boxed = {path[:-1]: path[-1] for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen}
+        names, pattern = set(boxed.values()), ""
         everywhere = [sum(path[-1:] == ("value",) for path in tree) / max(len(tree), 1) for tree in (inner, outer)]
-        pattern, name = "", "value"
         if everywhere[1] < 1 and len(names) == 1 and not any(path in inner for path in outer if path[:-1] in inner):
-            name = names.pop()
-            others = [path for path in inner if (*path, name) not in outer]
-            pattern = _ends_of([path[:-1] for path in boxed], others) or _below([path[:-1] for path in boxed], others)
+            pattern = pattern_of(boxed, (path for path in inner if (*path, *names) not in outer), 2)
         if not pattern and everywhere[0] < 0.5 and everywhere[1] > 0.9:
-            pattern, name = "([^/]+)", "value"
-        if not pattern:
-            continue
-        if is_new:
-            yield ProposedRule(
-                rules.rename(f"{pattern}$", rf"\1/{plain(name)}"), f"the target has {name} around arrays"
-            )
-        else:
-            yield ProposedRule(
-                rules.rename(f"{pattern}/{literal(name)}$", r"\1"), f"the checkpoint has {name} around arrays"
-            )
-        return
-
-
-def _ends_of(paths: Sequence[Path], others: Sequence[Path]) -> str:
-    """Return a pattern, with a group, for the ends of some key paths and no others; empty if there is no short one."""
-    for count in (1, 2):
-        ends = {joined(path[-count:]) for path in paths}
-        if len(ends) <= _MAX_ENDS and ends.isdisjoint(joined(path[-count:]) for path in others):
-            return f"({either(ends)})"
-    return ""
-
-
-def _below(paths: Sequence[Path], others: Sequence[Path]) -> str:
-    """Return a pattern, with a group, for all key paths below some of the names at the root; empty if others are."""
-    tops = {path[0] for path in paths if len(path) > 1}
-    exact = len(tops) <= _MAX_ENDS and tops.isdisjoint(path[0] for path in others)
-    alternatives = either(tops) if len(tops) == 1 else f"(?:{either(tops)})"
-    return rf"^({alternatives}/.+)" if exact and tops and all(len(path) > 1 for path in paths) else ""
+            pattern, names = "[^/]+", {"value"}
+        for name in names if pattern else ():
+            if is_new:
+                rule = rules.rename(f"({pattern})$", rf"\1/{plain(name)}")
+            else:
+                rule = rules.rename(f"({pattern})/{literal(name)}$", r"\1")
+            yield ProposedRule(rule, f"the {'target' if is_new else 'checkpoint'} has {name} around arrays")
+            return
 
 
 def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[ProposedRule, ...]]:

@@ -229,8 +229,6 @@ NUMBERED = {f"layer_{n}": layer for n, layer in enumerate(DENSE)}
 FROM_1 = {f"layer_{n}": layer for n, layer in enumerate(DENSE, 1)}
 STACK = {"layers": stacked(DENSE, 0)}
 GROUPS = {"layers": mapped(lambda x: x.reshape(3, 4, *x.shape[1:]), STACK["layers"])}
-BOXED = {name: {"value": array} for name, array in DENSE[0].items()}
-MOMENTS = mapped(lambda x: x * 2, {"layer": DENSE[0]})
 T5X = {
     "target": {"encoder": {"layers_0": DENSE[0]}, "decoder": {"layers_0": DENSE[1]}},
     "state": {
@@ -263,11 +261,6 @@ PORTS: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "from 1 to stack": (_state(FROM_1), _state(STACK), [r"rules.stack(r'layer_(\d+)', 'layers', first=1)"]),
     "stack to from 1": (_state(STACK), _state(FROM_1), ["rules.unstack('layers', 'layer_{}', first=1)"]),
-    "boxes of parameters alone": (
-        {"params": {"layer": DENSE[0]}, "opt_state": {"0": {"mu": MOMENTS, "nu": MOMENTS}}},
-        {"params": {"layer": BOXED}, "opt_state": {"0": {"mu": MOMENTS, "nu": MOMENTS}}},
-        [r"rules.rename('^(params/.+)$', r'\1/value')"],
-    ),
     "T5X": (T5X, {"params": T5X["target"]}, ["rules.rename('target', 'params')"]),
     "T5X to linen's state": (
         T5X,
