@@ -70,26 +70,13 @@ class Gap:
         self.ours, self.theirs = stored.children, target.children
         both = self.ours.keys() & self.theirs.keys()
         same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
-        same -= self._exchanged(both) if path else set()
+        if path:  # layers that share a bias alone are others where each of the two has another name
+            prints = [{*map(memo.print, side.values())} for side in (self.ours, self.theirs)]
+            pairs = {name: (memo.print(self.theirs[name]), memo.print(self.ours[name])) for name in same}
+            same = {n for n, (new, old) in pairs.items() if new == old or not (new in prints[0] and old in prints[1])}
         self.common = len(same)
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
-
-    def _exchanged(self, both: set[str]) -> set[str]:
-        """Return the names whose layers differ although each of the two is there under another name.
-
-        Layers of which some shapes are equal, such as a bias, are otherwise taken for changed ones."""
-        strained = [name for name in both if self.memo.print(self.ours[name]) != self.memo.print(self.theirs[name])]
-        alone = [{*strained, *(side.keys() - both)} for side in (self.ours, self.theirs)]
-        ours, theirs = (
-            {self.memo.print(side[name]) for name in names}
-            for side, names in zip((self.ours, self.theirs), alone, strict=True)
-        )
-        return {
-            name
-            for name in strained
-            if self.memo.print(self.ours[name]) in theirs and self.memo.print(self.theirs[name]) in ours
-        }
 
     def others(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield the changes of the children outside rows: stacks, a level, renames."""

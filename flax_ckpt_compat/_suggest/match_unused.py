@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -27,94 +27,94 @@ Looks = Mapping[Path, Look]
 Pair = tuple[Path, Path]  # stored, of the target
 
 
-class _Nodes:
-    """The nodes of a tree, and which of them consist of chosen leaves alone."""
+class _Matcher:
+    """Unused stored nodes by what they are like, and those of them that have a place in the target."""
 
-    def __init__(self, tree: Node, looks: Looks, chosen: set[Path], memo: SubtreeMemo):
-        self.tree, self.memo = tree, memo
-        total, mine = Counter[Path](), Counter[Path]()
-        for path, seen in looks.items():
-            if seen != EMPTY:
-                above = [path[:end] for end in range(1, len(path) + 1)]
-                total.update(above)
-                if path in chosen:
-                    mine.update(above)
-        self.whole = [path for path, count in mine.items() if count == total[path]]
+    def __init__(self, tree: Node, have: Looks, free: set[Path], target: Node, memo: SubtreeMemo):
+        self.tree, self.target, self.memo = tree, target, memo
+        self.pairs: dict[Path, Path] = {}  # by stored path
+        self.by_print: dict[int, list[Path]] = {}
         self.rows: dict[Path, list[Path]] = {}
-        for path in total:
+        total, mine = Counter[Path](), Counter[Path]()
+        for path in (path for path, seen in have.items() if seen != EMPTY):
+            above = [path[:end] for end in range(1, len(path) + 1)]
+            total.update(above)
+            mine.update(above if path in free else ())
+        for path, count in total.items():
             self.rows.setdefault(unnumbered(path), []).append(path)
+            if count != mine[path]:
+                continue
+            leaf = node_at(tree, path)
+            self.by_print.setdefault(memo.named(leaf), []).append(path)
+            # A raw key may become a typed one.
+            if is_array(leaf) and leaf.dtype == np.uint32 and leaf.shape[-1:] == (2,):
+                self.by_print.setdefault(hash((leaf.shape[:-1], "key")), []).append(path)
 
-    def print(self, path: Path) -> int:
-        """Return a number that is equal for nodes with the same names inside, shapes and kinds."""
-        return self.memo.named(node_at(self.tree, path))
+    def match(self, wanted: set[Path]) -> None:
+        """Pair nodes of the target that consist of wanted leaves: those of unique contents, then rows."""
+        units: dict[int, list[Path]] = {}
+        for path in topmost(self.target, wanted):
+            for unit, number in self._units(path):
+                units.setdefault(number, []).append(unit)
+        groups: dict[Path, list[tuple[Path, int]]] = {}
+        for number, news in units.items():
+            olds = self.by_print[number]
+            if not (len(news) == len(olds) == 1 and self._take([(olds[0], news[0])])):
+                for new in news:
+                    groups.setdefault(unnumbered(new), []).append((new, number))
+        for row in groups.values():
+            likely = list(dict.fromkeys(map(unnumbered, self.by_print[row[0][1]])))[:_MAX_LIKELY]
+            found = [pairs for like in likely if (pairs := self._row(self.rows[like], dict(row)))]
+            found = [pairs for pairs in found if not any(old in self.pairs for old, _ in pairs)]
+            if len(found) > 1:
+                found = [pairs for pairs in found if _akin(*pairs[0])]
+            if len(found) == 1:
+                self._take(found[0])
 
-    def topmost(self) -> Iterator[Path]:
-        """Yield the whole nodes that lie in no other one."""
-        whole = set(self.whole)
-        yield from (path for path in self.whole if not any(path[:end] in whole for end in range(1, len(path))))
+    def _units(self, path: Path) -> Iterator[tuple[Path, int]]:
+        """Yield the largest nodes at or below a path of the target that have their like, with their prints."""
+        node = node_at(self.target, path)
+        if (number := self.memo.named(node)) in self.by_print:
+            yield path, number
+        elif isinstance(node, Branch):
+            for name in node.children:
+                yield from self._units((*path, name))
+
+    def _row(self, olds: list[Path], news: Mapping[Path, int]) -> list[Pair]:
+        """Pair nodes of the target with those of a stored row, by their numbers or else in order, if all are alike."""
+        by_number = {tuple(_NUMBER.findall(joined(old))): old for old in olds}
+        same = [by_number.get(tuple(_NUMBER.findall(joined(new)))) for new in news]
+        keys = {joined(path): path for path in (*olds, *news)}
+        in_order = [[keys[name] for name in natural(map(joined, side))] for side in (olds, news)]
+        for left, right in ((same, list(news)), in_order):
+            pairs = [(old, new) for old, new in zip(left, right, strict=False) if old is not None]
+            prints = [self.memo.named(node_at(self.tree, old)) for old, _ in pairs]
+            if len(pairs) == len(left) == len(right) and prints == [news[new] for _, new in pairs]:
+                return pairs
+        return []
+
+    def _take(self, row: list[Pair]) -> bool:
+        """Add pairs of nodes of which none lies in another one, if their names do not speak against it."""
+        olds = {old for old, _ in row}
+        is_inside = any(old[:end] in self.pairs for old in olds for end in range(len(old)))
+        if is_inside or any(other[: len(old)] == old for old in olds for other in self.pairs):
+            return False
+        if not all(_may_be(old, new, is_leaf=not isinstance(node_at(self.tree, old), Branch)) for old, new in row):
+            return False
+        self.pairs.update(row)
+        return True
 
 
 def changes(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMemo) -> Iterator[Change]:
     """Yield the changes that take unused stored nodes to places where the target has none; not of optimizers."""
     had, has = Roles(tree), Roles(target)
     free = {path for path, seen in have.items() if seen not in (EMPTY, KEPT) and not had.is_optimizer(path)}
-    wanted = {path for path, seen in goal.items() if seen != EMPTY and not has.is_optimizer(path)}
-    right = {path for path in wanted & have.keys() if fits(have[path], goal[path])}
-    if free - right and wanted - right:
-        stored, lacking = _Nodes(tree, have, free - right, memo), _Nodes(target, goal, wanted - right, memo)
-        yield from _changes(_matched(stored, lacking), stored)
-
-
-def _matched(stored: _Nodes, lacking: _Nodes) -> list[Pair]:
-    by_print: dict[int, list[Path]] = {}
-    for path in stored.whole:
-        by_print.setdefault(stored.print(path), []).append(path)
-        leaf = node_at(stored.tree, path)
-        if is_array(leaf) and leaf.dtype == np.uint32 and leaf.shape[-1:] == (2,):  # a raw key may become a typed one
-            by_print.setdefault(hash((leaf.shape[:-1], "key")), []).append(path)
-    units: dict[int, list[Path]] = {}
-    for path in lacking.topmost():
-        for unit in _units(lacking, path, by_print):
-            units.setdefault(lacking.print(unit), []).append(unit)
-    pairs: dict[Path, Path] = {}  # by stored path
-    done = set[Path]()
-    for number, news in units.items():
-        if len(news) == len(by_print[number]) == 1:
-            _take(pairs, [(by_print[number][0], news[0])], done, stored)
-    groups: dict[Path, list[Path]] = {}
-    for new in (new for news in units.values() for new in news if new not in done):
-        groups.setdefault(unnumbered(new), []).append(new)
-    for news in groups.values():
-        likely = dict.fromkeys(unnumbered(old) for old in by_print[lacking.print(news[0])])
-        found = [_row(stored, lacking, old, news) for old in list(likely)[:_MAX_LIKELY]]
-        found = [row for row in found if row and not any(old in pairs for old, _ in row)]
-        if len(found) > 1:
-            found = [row for row in found if _akin(*row[0])]
-        if len(found) == 1:
-            _take(pairs, found[0], done, stored)
-    return list(pairs.items())
-
-
-def _units(lacking: _Nodes, path: Path, by_print: Mapping[int, list[Path]]) -> Iterator[Path]:
-    """Yield the largest nodes at or below a path to which stored ones are alike."""
-    node = node_at(lacking.tree, path)
-    if lacking.print(path) in by_print:
-        yield path
-    elif isinstance(node, Branch):
-        for name in node.children:
-            yield from _units(lacking, (*path, name), by_print)
-
-
-def _take(pairs: dict[Path, Path], row: list[Pair], done: set[Path], stored: _Nodes) -> None:
-    """Add pairs of nodes of which none lies in another one, if their names do not speak against it."""
-    olds = {old for old, _ in row}
-    if any(old[:end] in pairs for old in olds for end in range(len(old))):
-        return
-    if any(other[: len(old)] == old for old in olds for other in pairs):
-        return
-    if all(_may_be(old, new, is_leaf=not isinstance(node_at(stored.tree, old), Branch)) for old, new in row):
-        pairs.update(row)
-        done.update(new for _, new in row)
+    wanted = {path for path in goal if not has.is_optimizer(path)}
+    right = {path for path in wanted & have.keys() if goal[path] != EMPTY and fits(have[path], goal[path])}
+    if free - right and any(goal[path] != EMPTY for path in wanted - right):
+        stored = _Matcher(tree, have, free - right, target, memo)
+        stored.match(wanted - right)
+        yield from _changes(stored.pairs.items(), stored)
 
 
 def _may_be(old: Path, new: Path, *, is_leaf: bool) -> bool:
@@ -125,26 +125,12 @@ def _may_be(old: Path, new: Path, *, is_leaf: bool) -> bool:
     return ours == theirs and (not is_leaf or old[-1] == new[-1] or _akin(old, new))
 
 
-def _row(stored: _Nodes, lacking: _Nodes, like: Path, news: list[Path]) -> list[Pair]:
-    """Pair nodes of the target with those of a stored row, by their numbers or else in order, if all are alike."""
-    olds = stored.rows[like]
-    by_number = {tuple(_NUMBER.findall(joined(old))): old for old in olds}
-    same = [by_number.get(tuple(_NUMBER.findall(joined(new)))) for new in news]
-    keys = {joined(path): path for path in (*olds, *news)}
-    in_order = [[keys[name] for name in natural(map(joined, side))] for side in (olds, news)]
-    for left, right in ((same, news), in_order):
-        pairs = [(old, new) for old, new in zip(left, right, strict=False) if old is not None]
-        if len(pairs) == len(left) == len(right) and all(stored.print(old) == lacking.print(new) for old, new in pairs):
-            return pairs
-    return []
-
-
 def _akin(old: Path, new: Path) -> bool:
     ours, theirs = core(old, new)
     return akin("_".join(ours), "_".join(theirs))
 
 
-def _changes(pairs: list[Pair], stored: _Nodes) -> Iterator[Change]:
+def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:
     """Yield the changes for pairs: those of a whole row are one."""
     groups: dict[tuple[Path, Path, Path], list[Pair]] = {}
     for old, new in pairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -62,19 +63,14 @@ def _nested(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Prop
     for separators in (("/~/", "/"), ("/~/",), ("/",), (".",)):
         held = [path for path in stored if any(separator in "".join(path) for separator in separators)]
         held = [path for path in held if MOMENTS.isdisjoint(path)] or held
-        nested = [tuple(part for name in path for part in _parts(name, separators)) for path in held]
+        apart = "|".join(map(re.escape, ("\0", *separators)))
+        nested = [tuple(re.split(apart, "\0".join(path))) for path in held]
         found = sum(path in target or not modules.isdisjoint((path[:-1], path[1:-1])) for path in nested)
         # Names that are as they are in the target would be lost.
         if found * 2 >= len(held) and found > 2 * sum(path in target for path in held):
             for one in separators:
                 yield ProposedRule(rules.nest(one), f"stored names are key paths joined with {one}")
             return
-
-
-def _parts(name: str, separators: Sequence[str]) -> list[str]:
-    for separator in separators:
-        name = name.replace(separator, "\0")
-    return name.split("\0")
 
 
 def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
@@ -205,21 +201,18 @@ def _of_parts(pairing: Pairing, state: State, at: Path, roots: Sequence[Path]) -
 def _counted(pairing: Pairing, state: State) -> State:
     """Return the state after steps that begin new schedules at the stored step, beside moments that are restored."""
     have = pairing.looks(state.tree)
-    kept = [path for path, seen in have.items() if seen == KEPT and path[-1] == "count" and path in pairing.goal]
     for root in sorted(pairing.roles.roots):
-        inside = {path for path in have if path[: len(root)] == root}
-        step = (*root[:-1], "step")
-        if have.get(step) != pairing.goal.get(step) or step not in have:
+        step, inside = (*root[:-1], "step"), [path for path in have if path[: len(root)] == root]
+        has_moments = any(have[path] != KEPT and MOMENTS.intersection(path) for path in inside)
+        if not has_moments or step not in have or have[step] != pairing.goal.get(step):
             continue
-        if not any(have[path] != KEPT and MOMENTS.intersection(path) for path in inside):
-            continue
-        for path in kept:
+        for path in inside:
             siblings = node_at(pairing.target, path[:-1])
-            if path in inside and list(siblings.children) == ["count"]:
+            if have[path] == KEPT and path in pairing.goal and list(siblings.children) == ["count"]:
                 count = joined(path)
                 doubt = f"{count} would begin anew, and begins at the stored step if each step was one update"
-                reason = "a new schedule goes on at the stored step"
-                copied = ProposedRule(rules.copy(literal(joined(step)), plain(count)), reason, doubt)
+                rule = rules.copy(literal(joined(step)), plain(count))
+                copied = ProposedRule(rule, "a new schedule goes on at the stored step", doubt)
                 state = pairing.tried(state, [copied]) or state
     return state
 
@@ -250,17 +243,12 @@ def _kept(pairing: Pairing, state: State) -> State:
     groups: dict[str, list[Path]] = {}
     for path in topmost(pairing.target, lacking):
         there, wanted = node_at(state.tree, path), node_at(pairing.target, path)
-        if there is None:
-            reason = "nothing is stored there"
-        elif isinstance(there, Branch) or isinstance(wanted, Branch):
-            reason = "stored with other shapes"
-        else:
+        reason = "stored with other shapes" if there is not None else "nothing is stored there"
+        if there is not None and not isinstance(there, Branch) and not isinstance(wanted, Branch):
             reason = f"stored {look(there)[0]}, target {look(wanted)[0]}"
         groups.setdefault(reason, []).append(path)
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
-    steps = [
-        ProposedRule(rules.from_target(*(literal(joined(path)) for path in paths)), reason, keeps=tuple(paths))
-        for reason, paths in groups.items()
-    ]
+    kept = {reason: rules.from_target(*(literal(joined(path)) for path in paths)) for reason, paths in groups.items()}
+    steps = [ProposedRule(rule, reason, keeps=tuple(groups[reason])) for reason, rule in kept.items()]
     return pairing.tried(state, steps) or state
