@@ -130,10 +130,8 @@ class Gap:
                 if forms:
                     name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
                     self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
-                    if stacking:
-                        yield layouts.stacked(row, name, forms[name])
-                    else:
-                        yield layouts.unstacked(name, row, forms[name])
+                    steps_of = layouts.stacked if stacking else layouts.unstacked
+                    yield steps_of(row, name, forms[name])
         for name in [name for name in self.gone if name in self.new]:
             ours, theirs = self.memo.contents(self.gone[name]), self.memo.contents(self.new[name])
             if steps := layouts.regrouped(name, ours, theirs):

@@ -108,7 +108,7 @@ def stacked(old: LayerRow, into: str, form: Form) -> list[ProposedRule]:
     return [*named, ProposedRule(rule, reason, form.doubt), *_grouped(into, form, rules.split_axis, form.groups)]
 
 
-def unstacked(name: str, new: LayerRow, form: Form) -> list[ProposedRule]:
+def unstacked(new: LayerRow, name: str, form: Form) -> list[ProposedRule]:
     """Return the rules that unstack a stack into a row."""
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
     more = _given(axis=form.axis, first=new.first)
@@ -277,9 +277,9 @@ def pattern_of(wanted: Collection[Path], others: Iterable[Path], longest: int = 
     others = list(others)
     counts = range(1, min(longest, max(map(len, wanted), default=0)) + 1)
     for count, is_row in itertools.product(counts, (True, False)):
-        named = {path: unnumbered(path[-count:]) if is_row else path[-count:] for path in (*wanted, *others)}
-        ends, exact = {named[path] for path in wanted}, {path[-count:] for path in wanted}
-        if ends.isdisjoint(named[path] for path in others):
+        exact = {path[-count:] for path in wanted}
+        ends = set(map(unnumbered, exact)) if is_row else exact
+        if ends.isdisjoint(unnumbered(path[-count:]) if is_row else path[-count:] for path in others):
             if len(ends) < len(exact):
                 texts = [literal(joined(end)).replace("#", r"\d+") for end in ends]
             else:
