@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 # Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
 _POLL_SECONDS = 0.5
-_BEGIN_SECONDS = 1.0  # at the interpreter's exit a thread may start and never run
+BEGIN_SECONDS = 1.0  # at the interpreter's exit a thread may start and never run
 
 
 class Task:
@@ -145,7 +145,7 @@ def run_apart(function: Callable[[], Any]) -> Any:
     with Pool(1) as pool:
         task = pool.submit(function)
         try:
-            task.wait(_BEGIN_SECONDS)
+            task.wait(BEGIN_SECONDS)
             return task.result()
         finally:
             del task  # it holds the error, whose traceback holds this frame

@@ -43,10 +43,13 @@ class BackgroundSave:
     checkpointer: Any = None  # a user's, which commits; the task waits for it, and no thread begins that one
 
     def wait(self) -> None:
-        """Wait for its end, unless this thread runs it; run it here if no thread has begun it."""
+        """Wait for its end, unless this thread runs it; begin it if no thread has: its pool may wait for this one."""
         if self.task.thread != threading.get_ident():  # also after the task, for which its manager may call hooks
+            if self.task.thread is None and self.checkpointer is None:
+                thread_pools.Pool(1).begin([self.task])  # there, Ctrl-C ends this wait, and not the save
+                self.task.wait(thread_pools.BEGIN_SECONDS)
             try:
-                self.task.run()  # its pool may wait for this thread
+                self.task.run()
             except KeyboardInterrupt:
                 _drop(self)
                 raise

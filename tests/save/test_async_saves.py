@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import threading
@@ -63,12 +64,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def fail_once(gate: Gate, folder: Path, manager: Any, *, finished: bool) -> None:
     """A background save that fails; it has ended on return only if ``finished``."""
     gate.error = errors.StorageError("the disk broke", path=str(folder), errno=5)
-    if finished:
-        gate.open.set()
+    (gate.open.set if finished else gate.open.clear)()
     ours.save_checkpoint(folder, tree(1), 1, async_manager=manager)
     if finished:
-        future: Future[Any] = manager.save_future
-        assert future.exception() is not None
+        assert manager.save_future.exception() is not None
     else:
         threading.Timer(0.05, gate.open.set).start()
 
@@ -162,6 +161,7 @@ def save_two(folder: Path, manager: Any = None) -> None:
 # Calls after a background save into ``folder/"run"`` has failed.
 TOLD: dict[str, Callable[[Path, Any], Any]] = {
     "next save": lambda folder, manager: save_two(folder / "run", manager),
+    "next save, at once": lambda folder, manager: save_two(folder / "run", manager),
     "anyone's, through a link": lambda folder, _: save_two(folder / "link"),
     "the manager's elsewhere": lambda folder, manager: save_two(folder / "other", manager),
     "restore": lambda folder, _: ours.restore_checkpoint(folder / "run", None),
@@ -178,24 +178,12 @@ def test_a_failure_is_raised_once(flag: bool, tmp_path: Path, manager: Any, gate
     for name in ("run", "first"):
         ours.save_checkpoint(tmp_path / name, {"n": 0}, 0)
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    fail_once(gate, tmp_path / "run", manager, finished=True)
+    fail_once(gate, tmp_path / "run", manager, finished=call != "next save, at once")
     with pytest.raises(errors.StorageError, match="broke"):
         TOLD[call](tmp_path, manager)
     gate.error = None
     TOLD[call](tmp_path, manager)
     manager.wait_previous_save()
-
-
-def test_a_failure_of_a_save_that_runs(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
-    """The next save waits for it, and raises it once; the saves after that work."""
-    fail_once(gate, tmp_path, manager, finished=False)
-    with pytest.raises(errors.StorageError, match="broke"):
-        save_two(tmp_path, manager)
-    gate.error = None
-    save_two(tmp_path, manager)
-    ours.save_checkpoint(tmp_path, tree(3), 3, async_manager=manager)
-    manager.wait_previous_save()
-    assert names(tmp_path) == ["checkpoint_3"]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -264,6 +252,19 @@ def test_a_cancelled_save_raises_once(flag: bool, tmp_path: Path, gate: Gate, ra
         save_two(tmp_path) if raised_by == "save" else ours.restore_checkpoint(tmp_path, None)
     ours.save_checkpoint(tmp_path, tree(2), 2)
     assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_ctrl_c_ends_no_queued_save(flag: bool, tmp_path: Path, gate: Gate) -> None:
+    """It ends the wait for a save that the pool had not begun, and the save goes on."""
+    manager = ours.AsyncManager()
+    manager.executor.submit(gate.open.wait)
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        save_two(tmp_path)
+    gate.open.set()
+    manager.wait_previous_save()
+    assert names(tmp_path) == ["checkpoint_1"]
 
 
 def test_look_ups_wait_for_their_time(tmp_path: Path, gate: Gate) -> None:
