@@ -155,6 +155,7 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(errors.CheckpointNotFoundError, match=r"absent does not exist$"):
         restore(tmp_path / "absent")
+    assert checkpoints.restore_checkpoint(tmp_path / "absent", TARGET) is TARGET
 
 
 def test_what_was_saved_since_the_look(tmp_path: Path) -> None:
@@ -175,6 +176,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """It is no other error than that there is no checkpoint: the target is returned."""
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"PK")
+    save(tmp_path, tree(1), step=1, prefix="best_", format="msgpack")
 
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)

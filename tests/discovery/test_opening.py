@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
-from flax_ckpt_compat._core.local import atomic, presence, temporaries
+from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.support.saves import dead_pid, names, set_aside, tree, use_flag
 
 
@@ -114,17 +114,6 @@ def test_directories_of_something_else(entry: str, tmp_path: Path, caplog: pytes
     assert "holds no checkpoint" in caplog.text
 
 
-def test_directories_that_nobody_may_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that is not there is just that, also where its directory cannot be searched for what was set aside."""
-
-    def refuse(path: str) -> list[str]:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    target = {"a": 1}
-    assert checkpoints.restore_checkpoint(tmp_path / "absent", target) is target
-
-
 WAYS = {
     "step": lambda where, prefix: checkpoints.restore_checkpoint(where, None, 9, prefix),
     "latest": lambda where, prefix: checkpoints.restore_checkpoint(where, None, None, prefix),
@@ -168,25 +157,3 @@ def test_checkpoints_of_other_prefixes_are_suggested(
     for step in range(1, 8):
         checkpoints.save_checkpoint("runs", tree(step), step, "a-", keep=9)
     assert "there are a-1, a-2, a-3, a-4, a-5: did you mean prefix='a-'?" in why_not(how, "runs", "ckpt_")
-
-
-def test_the_warning_suggests_other_prefixes(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The logged warning for an unchanged target says, too, which prefixes there are: as written for several."""
-    for prefix in ("best_", "last-"):
-        checkpoints.save_checkpoint(tmp_path, tree(1), 1, prefix)
-    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
-        assert checkpoints.restore_checkpoint(tmp_path, None) is None
-    assert "there are best_1, last-1: did you mean prefix='best_' or prefix='last-'?" in caplog.text
-    assert "the target is returned unchanged" in caplog.text
-
-
-def test_suggestions_keep_to_what_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be opened is not suggested, and is no other error than that there is nothing."""
-    with use_flag(False):
-        checkpoints.save_checkpoint(tmp_path, tree(1), 1)
-    monkeypatch.setattr(presence, "open_regular", _refuse)
-    assert why_not("step", tmp_path, "ckpt_").endswith("the prefix 'ckpt_')")
-
-
-def _refuse(path: str) -> None:
-    raise PermissionError(13, "Permission denied", path)
