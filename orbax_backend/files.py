@@ -14,6 +14,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
 AT_ONCE = 16  # requests to a store
+_BACKUP = "restore the files from a backup"
 # Raises if a file of the checkpoint, by name and content, is damaged.
 Check = Callable[[str, bytes], object]
 
@@ -77,15 +78,14 @@ def read_json(folder: Location, name: str, check: Check | None = None) -> dict[s
     return value
 
 
-def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
+def corrupt(file: Location | str, what: str, remedy: str = _BACKUP) -> CorruptCheckpointError:
     """Return the error for a file that is damaged or missing."""
     return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=str(file))
 
 
 def corrupt_leaf(
-    folder: str, path: Path, what: str, kind: type[CheckpointError] = CorruptCheckpointError, remedy: str = ""
+    folder: str, path: Path, what: str, kind: type[CheckpointError] = CorruptCheckpointError, remedy: str = _BACKUP
 ) -> CheckpointError:
     """Return the error for a leaf, of the checkpoint in a folder, that cannot be read."""
     leaf = show_path(path)
-    message = f"{folder}: the leaf {leaf!r} cannot be read: {what}; restore the files from a backup{remedy}"
-    return kind(message, path=folder, leaf=leaf)
+    return kind(f"{folder}: the leaf {leaf!r} cannot be read: {what}; {remedy}", path=folder, leaf=leaf)

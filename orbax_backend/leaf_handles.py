@@ -11,7 +11,6 @@ from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
@@ -126,10 +125,8 @@ class LeafDescriptions:
             raise ValueError(f"expected PRNG key data of width 2 or 4, found {width}")
         impl = _IMPLEMENTATIONS[width]
         if width == 4:
-            _log.warning(
-                f"{self._path}: the files of this PRNG key do not name its implementation; {impl!r} is assumed, which "
-                f"has the same shape as 'unsafe_rbg': for that one, wrap jax.random.key_data again"
-            )
+            what = "this PRNG key does not name its implementation: 'rbg' is assumed, which looks as 'unsafe_rbg' does"
+            _log.warning(f"{self._path}: {what}; for that one, wrap jax.random.key_data again")
         return impl
 
     def _warn_of_lost_keys(self, leaves: Sequence[Node]) -> None:
@@ -160,18 +157,6 @@ class LeafDescriptions:
 
     def _unsupported(self, entry: LeafEntry, what: str) -> Node:
         return self._handle(entry, (LeafKind.UNSUPPORTED, (), None, 0), Unsupported(what))
-
-
-def unsupported_leaf(path: str, leaf: LeafHandle) -> UnrecognizedFormatError:
-    """Return the error for a leaf that this release does not read."""
-    keystr = show_path(leaf.path)
-    return UnrecognizedFormatError(
-        f"{path}: the leaf {keystr!r} is {leaf.locator.what}, which this release does not read; a type handler of its "
-        f"own saved it, or a newer Orbax: restore it with the orbax_checkpointer that saved it, or leave it out of the "
-        f"target",
-        path=path,
-        leaf=keystr,
-    )
 
 
 def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:

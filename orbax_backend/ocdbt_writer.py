@@ -21,11 +21,11 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.array_boxes import Box, Shape, full_box
+from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import new_file
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, MANIFEST, key_prefix
-from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import Pool, Task
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
@@ -71,23 +71,13 @@ def _padded(array: np.ndarray[Any, Any], shape: Shape) -> np.ndarray[Any, Any]:
 class Database:
     """A new OCDBT database."""
 
-    def __init__(
-        self,
-        path: str,
-        encoding: Encoding,
-        sums: dict[str, bytes] | None = None,
-        meter: Meter = OFF,
-        *,
-        past_cache: bool = False,
-    ) -> None:
-        """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none.
-
-        ``past_cache``: see `WriteOptions`."""
+    def __init__(self, path: str, encoding: Encoding, options: WriteOptions, sums: dict[str, bytes] | None) -> None:
+        """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none."""
         for pattern, why in _REFUSED.items():
             if re.search(pattern, path):
                 what = f"a name in this path {why}, and TensorStore, which reads Orbax's format, takes no such path"
                 raise StorageError(f"{path}: {what}; rename it, or save as msgpack", path=path, errno=errno.EILSEQ)
-        self._path, self._sums, self._meter, self._past_cache = path, sums, meter, past_cache
+        self._path, self._sums, self._meter, self._past_cache = path, sums, options.meter, options.past_cache
         self._values = list[Value]()  # all that were added
         self._batch, self._batch_nbytes, self._n_batches = list[Value](), 0, 0
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()

@@ -44,10 +44,7 @@ class ArrayReader:
         self, location: Location, index: Index, fills_missing: bool, recorded: Checksums | None = None
     ) -> None:
         """Prepare to read; with ``recorded``, chunks are checked against these checksums unless they are mapped."""
-        self._location, self._recorded = location, recorded
-        self._index = index
-        self._fills_missing = fills_missing
-        self._in_files = fills_missing and not index.is_database
+        self._location, self._index, self._fills_missing, self._recorded = location, index, fills_missing, recorded
 
     def read(self, reads: Sequence[ArrayRead], meter: Meter = OFF, *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
@@ -69,7 +66,8 @@ class ArrayReader:
             (pieces if group[0].info.raw else encoded).extend(plan_pieces(group))
         self._read_pieces(pieces, meter, _deliver, expected)
         self._read_pieces(encoded, OFF, functools.partial(_deliver, meter=meter))
-        self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
+        if not self._index.is_database:
+            self._warn_of_missing_chunks([read for read in reads if not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
         """Read a raw array in bounded memory to check it; return False unless all chunks have checksums."""
@@ -87,9 +85,7 @@ class ArrayReader:
         return True
 
     def _locate(self, read: ArrayRead, expected: Expected, recorded: Checksums | None, missing: int = 0) -> int:
-        """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
-
-        Return the number of missing ones, with that of the arrays before."""
+        """Locate all chunks, and count the missing ones, if its release left out chunks of the fill value."""
         prefix, stored, info = key_prefix(read.name), 0, read.info
         may_be_missing = self._fills_missing and info.has_fill_value
         for part in read.layout.parts:

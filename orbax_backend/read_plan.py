@@ -81,7 +81,8 @@ class ArrayRead:
         self, what: str, error: type[errors.CheckpointError] = errors.CorruptCheckpointError
     ) -> errors.CheckpointError:
         """Return the error for an array that cannot be read."""
-        return corrupt_leaf(self.folder, self.path, what, error, ", or restore the other leaves only")
+        remedy = "restore the files from a backup, or restore the other leaves only"
+        return corrupt_leaf(self.folder, self.path, what, error, remedy)
 
 
 class Copy(NamedTuple):
@@ -183,9 +184,8 @@ def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> l
     """Return ranges of whole rows to read into a buffer, from which columns are copied."""
     chunk, size = read.info.chunks, read.info.dtype.itemsize
     pieces = []
-    for band in array_boxes.bands(
-        array_boxes.bounding_box([copy.source for copy in copies]), chunk, max(1, PIECE_BYTES // size)
-    ):
+    rows = array_boxes.bounding_box([copy.source for copy in copies])
+    for band in array_boxes.bands(rows, chunk, max(1, PIECE_BYTES // size)):
         shape = array_boxes.shape_of(band)
         found = ByteRange(extent.file, extent.offset + array_boxes.offset(chunk, band) * size, math.prod(shape) * size)
         inside = [_inside(copy, band) for copy in copies if array_boxes.overlaps(copy.source, band)]

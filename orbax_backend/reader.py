@@ -11,14 +11,14 @@ from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.array_boxes import readable_boxes
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from .chunk_codecs import RAW, UndecodableChunkError
 from .decode_leaves import StoredLeaf
 from .files import corrupt_leaf, list_names, read_json
-from .leaf_handles import LeafDescriptions, Unsupported, build_tree, unsupported_leaf
+from .leaf_handles import LeafDescriptions, Unsupported, build_tree
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
@@ -32,7 +32,7 @@ _NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRI
 _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
 _ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 _CHECKED_BYTES = 32 << 20
-_Wanted = Sequence[LeafHandle | ArraySlice]
+_OF_HANDLER = "restore it with the orbax_checkpointer, or newer Orbax, that saved it, or leave it out of the target"
 
 
 class OrbaxReader(Reader):
@@ -45,9 +45,7 @@ class OrbaxReader(Reader):
     places_on_device, keeps_lists = True, False
 
     def __init__(self, location: Location, open_msgpack: OpenMsgpack, *, verify: bool = False) -> None:
-        """Open a directory and read its structure; see `Backend.open`.
-
-        ``open_msgpack`` opens the msgpack file of old releases."""
+        """Open a directory and read its structure; ``open_msgpack`` opens the msgpack file of old releases."""
         self.location, self._is_closed, path = location.unlisted(), False, location.path
         recorded = self._recorded = Checksums(location) if verify else None
         check = None if recorded is None else recorded.check_file
@@ -80,7 +78,6 @@ class OrbaxReader(Reader):
         keys: list[str] = []
         arrays: list[int] = []
         aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
-        last, prefix = None, ""
         for number, one in enumerate(handles):
             handle, box = (one, None) if type(one) is LeafHandle else (one.handle, one.index)  # type: ignore[union-attr]
             leaf = handle.locator
@@ -89,14 +86,14 @@ class OrbaxReader(Reader):
                 if not leaf.has_small_chunks or not parts.known:
                     arrays.append(number)
                     continue
-                if handle is not last:
-                    last, prefix = handle, layout.key_prefix(handle.name)
+                prefix = layout.key_prefix(handle.name)
                 inline.append((number, leaf, parts))
                 keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             elif isinstance(leaf, Unsupported):
-                raise unsupported_leaf(self.path, handle)
+                what = f"it is {leaf.what}, which this release does not read"
+                raise corrupt_leaf(self.path, handle.path, what, UnrecognizedFormatError, _OF_HANDLER)
             else:
                 values[number] = leaf
         # In a directory or store without a database, each key is looked up.
@@ -167,7 +164,7 @@ class OrbaxReader(Reader):
 
     def _read_inline(
         self,
-        handles: _Wanted,
+        handles: Sequence[LeafHandle | ArraySlice],
         inline: Sequence[tuple[int, StoredLeaf, BoxLayout]],
         found: Iterator[Any],
         values: list[Any],
@@ -179,11 +176,9 @@ class OrbaxReader(Reader):
             if None in pieces:
                 others.append(number)
                 continue
-            group = alike.get(parts)
-            if group is None:
-                group = alike[parts] = leaf, [], []
-            group[1].append(number)
-            group[2].append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            _, numbers, chunks = alike.setdefault(parts, (leaf, [], []))
+            numbers.append(number)
+            chunks.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         for parts, (leaf, numbers, chunks) in alike.items():
             copies, dtype = [(part.source, part.target) for part in parts.parts], parts.info.dtype
             if parts.shape:

@@ -136,12 +136,10 @@ def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
     tokens = layout.pointer_tokens(name)
     if tokens is None:
         return False
-    parent = strings
+    parent: Any = strings
     for token in tokens[:-1]:
-        parent = parent.setdefault(token, {})
-        if not isinstance(parent, dict):
-            return False
-    if tokens[-1] in parent:
+        parent = parent.setdefault(token, {}) if isinstance(parent, dict) else None
+    if not isinstance(parent, dict) or tokens[-1] in parent:
         return False
     parent[tokens[-1]] = text
     return True

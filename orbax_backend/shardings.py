@@ -33,13 +33,10 @@ def sharding_text(sharding: Any) -> str | None:
             return json.dumps(_named(sharding))
         except TypeError:  # an unconstrained dimension has no form in JSON
             return None
-    if sharding is None:  # jax's first device
-        return _single(jax.local_devices()[0])
-    return _single(next(iter(sharding.device_set))) if len(sharding.device_set) == 1 else None
-
-
-def _single(device: Any) -> str:
-    return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
+    devices = jax.local_devices()[:1] if sharding is None else list(sharding.device_set)  # None: jax's first device
+    if len(devices) != 1:
+        return None
+    return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(devices[0])})
 
 
 def _named(sharding: Any) -> dict[str, Any]:

@@ -97,9 +97,8 @@ def read_structure(
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(location)
     entries = _infer_entries(location, aggregate, use_ocdbt) if metadata is None else _parse_entries(file, metadata)
-    has_array = (
-        len(entries) == 1 and entries[0][:2] == ((layout.SINGLE_ARRAY,), (layout.DICT_KEY,)) and aggregate is None
-    )
+    alone = [entry[:2] for entry in entries[:2]] == [((layout.SINGLE_ARRAY,), (layout.DICT_KEY,))]
+    has_array = alone and aggregate is None
     return Structure(
         location=location,
         entries=entries,

@@ -75,21 +75,19 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
     if not isinstance(custom_metadata, dict) or _KEY not in custom_metadata:
         return None
     value = custom_metadata[_KEY]
+    if isinstance(value, dict) and value.get("format", _FORMAT) != _FORMAT:
+        raise UnrecognizedFormatError(
+            f"{file}: type annotations of format {value['format']!r} were found, this release reads format "
+            f"{_FORMAT}; read it with the release of flax_ckpt_compat that wrote it, or a newer one",
+            path=file,
+        )
     try:
-        if value["format"] != _FORMAT:
-            raise UnrecognizedFormatError(
-                f"{file}: type annotations of format {value['format']!r} were found, this release reads format "
-                f"{_FORMAT}; read it with the release of flax_ckpt_compat that wrote it, or a newer one",
-                path=file,
-            )
         leaves = {str(name): _leaf_from_json(annotation) for name, annotation in value["leaves"].items()}
         containers = {
             tuple(path): ContainerType(Container(container), _ints(int_keys))
             for path, container, int_keys in value["containers"]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, UnrecognizedFormatError):
-            raise
         what = f"the type annotations under custom_metadata/{_KEY} do not decode ({error!r})"
         raise corrupt(file, what, "remove that entry to restore the values without their exact types") from error
     return TypeAnnotations(leaves, containers)

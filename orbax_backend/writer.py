@@ -108,7 +108,7 @@ def write_arrays(
 ) -> None:
     """Write this process's shards, in the ``primary`` one all metadata, to a new database, and sync it."""
     sums = None if record is None else record.chunks
-    database = Database(path, encoding_of(options), sums, options.meter, past_cache=options.past_cache)
+    database = Database(path, encoding_of(options), options, sums)
     reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
     try:
         start_transfers([stored for _, stored in arrays])

@@ -32,7 +32,6 @@ _SPLIT_CHUNK_BYTES = 8 << 20
 # A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30
 MAX_RANK = 32  # TensorStore's and (about) numpy's
-_CHECKSUM = {"name": "crc32c"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: A
     return {
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
         "chunk_key_encoding": {"name": "default"},
-        "codecs": [{"name": "bytes", **order}, *([] if codec is None else [codec]), _CHECKSUM],
+        "codecs": [{"name": "bytes", **order}, *([] if codec is None else [codec]), {"name": "crc32c"}],
         "data_type": dtype.name,
         "fill_value": fill_values.get(dtype.kind, 0),  # version 3 requires one; every chunk is stored
         "node_type": "array",

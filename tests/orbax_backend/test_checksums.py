@@ -25,7 +25,6 @@ from flax_ckpt_compat.orbax_backend import ocdbt_writer, zarr
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
@@ -425,15 +424,6 @@ def test_crc32c_is_zarrs_codec(tmp_path: Path) -> None:
         assert json.loads((Path(path) / "_METADATA").read_text())["use_zarr3"] is True
         assert [codec["name"] for codec in stored_metadata(path, "large")["codecs"]] == names
         assert [codec["name"] for codec in stored_metadata(path, "small")["codecs"]] == ["bytes", "crc32c"]
-
-
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float32", "complex64", "bfloat16", "int4"])
-def test_fill_values_are_those_of_tensorstore(dtype: str) -> None:
-    """Version 3 of zarr requires one, of the array's dtype."""
-    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": {"shape": [2], "data_type": dtype}}
-    expected = json.loads(ts.open(spec, create=True).result().kvstore["zarr.json"])["fill_value"]
-    found = zarr.dump_metadata((2,), (2,), dtype_from_name(dtype), zarr.Encoding(checksums=True))["fill_value"]
-    assert found == expected and isinstance(found, type(expected) | int)
 
 
 def test_the_inline_value_ends_with_the_checksum(tmp_path: Path) -> None:

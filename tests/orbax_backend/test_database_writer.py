@@ -17,6 +17,7 @@ from flax_ckpt_compat.orbax_backend import ocdbt_writer
 from flax_ckpt_compat.orbax_backend.zarr import Encoding
 
 import flax_ckpt_compat as fcc
+from flax_ckpt_compat._core.backend import WriteOptions
 from tests.support.interpreters import run_python
 from tests.support.orbax_trees import save
 
@@ -32,7 +33,7 @@ def value(key: str, data: Any, encoding: Encoding = PLAIN, **options: Any) -> oc
 
 def written(folder: Path, values: list[ocdbt_writer.Value], sums: dict[str, bytes] | None = None) -> list[bytes]:
     """The bytes of values in the files, each of which was a batch of its own."""
-    files = ocdbt_writer.Database(str(folder), PLAIN, sums)
+    files = ocdbt_writer.Database(str(folder), PLAIN, WriteOptions(), sums)
     for one in values:
         files.add(one)
         files.submit()

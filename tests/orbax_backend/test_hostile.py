@@ -245,7 +245,7 @@ def test_unknown_types_are_not_guessed_at(files: Path, value_type: str, skipped:
     metadata["('b',)"] = json.loads(json.dumps(metadata["('a',)"]).replace('"a"', '"b"'))
     metadata["('a',)"]["value_metadata"] = {"value_type": value_type, "skip_deserialize": skipped}
     change_metadata(files, tree_metadata=metadata)
-    with pytest.raises(UnrecognizedFormatError, match=rf"'a' is of the type {value_type!r}") as caught:
+    with pytest.raises(UnrecognizedFormatError, match=rf"'a' cannot .* of the type {value_type!r}") as caught:
         load(files)
     assert caught.value.leaf == "a"
     _check_only_one_is_refused(files)

@@ -29,13 +29,6 @@ def test_leaves_are_in_the_order_of_jax() -> None:
     assert [[name for name, _ in entry.keys] for entry in plan.entries] == expected
 
 
-def test_only_tuples_need_a_note_of_their_own() -> None:
-    """Orbax's own files tell dicts from lists, so the note beside them is of what they cannot tell."""
-    plan = make_plan(state_dict.describe({"d": {"x": 1}, "l": [1, {"y": 2}], "t": (1, 2), "empty": (), "none": {}}))
-    note = writer._tree_metadata(plan, zarr3=False)["custom_metadata"]
-    assert note == {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[["t"], "tuple", []]]}}
-
-
 @pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
 @pytest.mark.parametrize("dtype", sorted(name for name in zarr._V3_NAMES if hasattr(ts, name)))  # old ones lack some
 def test_it_is_what_tensorstore_writes(dtype: str, compression: str | None) -> None:

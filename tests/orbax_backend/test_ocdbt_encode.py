@@ -66,7 +66,7 @@ def by_us(path: Path) -> dict[bytes, bytes]:
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(contents=_contents, node_bytes=st.sampled_from([60, 300, 8 << 20]), compress=st.booleans())
+@given(contents=_contents, node_bytes=st.sampled_from([1, 60, 300, 8 << 20]), compress=st.booleans())
 def test_tensorstore_finds_what_was_put(
     tmp_path_factory: pytest.TempPathFactory, contents: dict[bytes, bytes], node_bytes: int, compress: bool
 ) -> None:
@@ -84,14 +84,6 @@ def test_tensorstore_finds_what_was_put(
         "num_tree_bytes": (path / "d" / "nodes").stat().st_size,
         "num_indirect_value_bytes": sum(len(value) for value in contents.values() if len(value) > 1024),
     }
-
-
-def test_a_node_of_one_entry(tmp_path: Path) -> None:
-    """What precedes its key is the whole key; in arrays, too, it is found."""
-    contents = {b"a/0": b"1", b"b/0": b"2"}
-    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 1):
-        write(tmp_path / "c", contents)
-        assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
 
 
 def test_names_of_very_different_lengths(tmp_path: Path) -> None:
