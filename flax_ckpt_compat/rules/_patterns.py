@@ -101,9 +101,7 @@ class Names:
 
 
 def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
-
-    The pattern does not match names of the branch's own key path."""
+    """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match."""
     start = len(joined(path)) + bool(path)
 
     def visit(node: Node, level: Path) -> Iterator[tuple[Path, re.Match[str]]]:
@@ -132,9 +130,8 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
             shown = joined(path)
             match = pattern.fullmatch(shown)
             if shown in seen or match is None:
-                raise TransformError(
-                    f"{shown} means 2 things in {whose}, whose names contain /; match what is above them", leaf=shown
-                )
+                problem = f"{shown} means 2 things in {whose}, whose names contain /; match what is above them"
+                raise TransformError(problem, leaf=shown)
             seen[shown] = found[path] = match
         if not seen:
             raise TransformError(f"{whose} has no {text}; {near_names(text, tree)}", leaf=text)

@@ -66,7 +66,7 @@ class Rule:
     Attributes:
         source: Python source of the call, such as ``rules.rename('Dense_0', 'encoder')``.
         apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None) and the target's
-            neutral tree, and returns a new checkpoint tree; reads no arrays, changes neither, raises ``TransformError``.
+            neutral tree, and returns a new checkpoint tree; it reads no arrays and changes neither.
         opens: path and prefix of each other checkpoint that it opens, for which ``apply`` also takes an ``OpenTree``.
     """
 

@@ -267,8 +267,8 @@ def _from_names(trees: Trees, fills: Mapping[str, _patterns.Fill]) -> Node:
     # What was taken and has no place of its own in the target is used, and gone from its old place.
     wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
-    def stays(path: Path) -> bool:
+    def new_paths(path: Path) -> list[Path]:
         was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, sources))
-        return path in wanted or not was_taken or has_place
+        return [path] if path in wanted or not was_taken or has_place else []
 
-    return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])
+    return _edit_tree.remap(tree, new_paths)

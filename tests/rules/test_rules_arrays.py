@@ -59,15 +59,6 @@ def test_cast_knows_the_narrow_ints(name: str) -> None:
         rules.cast("w", name).apply(stored({"w": count((2,))}), None)
 
 
-def test_cast_says_how() -> None:
-    """The new leaf has the new dtype before anything is read, and says what is done; a leaf that has it stays."""
-    tree = stored({"w": count((3,)), "v": count((3,), ml_dtypes.bfloat16)})
-    after = rules.cast("[wv]", "bfloat16").apply(tree, None)
-    assert after.children["w"].how == "float32 → bfloat16"
-    assert after.children["w"].dtype == ml_dtypes.bfloat16
-    assert after.children["v"] is tree.children["v"]
-
-
 @pytest.mark.parametrize(
     ("array", "dtype", "shown"),
     [

@@ -93,15 +93,6 @@ def test_equal_parts() -> None:
     same(after, expected)
 
 
-def test_fuse_heads() -> None:
-    """linen's attention kernels (embed, heads, head_dim) fused on heads: axis -2 fits kernels and biases alike."""
-    tree = {name: {"kernel": count((6, 2, 3), start=i), "bias": count((2, 3), start=i)} for i, name in enumerate("qkv")}
-    after = values(rules.fuse(["q", "k", "v"], "qkv", -2).apply(stored(tree), None))
-    for leaf in ("kernel", "bias"):
-        expected = np.concatenate([tree[name][leaf] for name in "qkv"], axis=-2)
-        np.testing.assert_array_equal(after[f"qkv/{leaf}"], expected)
-
-
 def test_everywhere_with_neighbours() -> None:
     """Layers are stacked in params and moments, each by themselves, below several levels; neighbours stay."""
     block = {"w": count((2,))}
@@ -121,13 +112,6 @@ def test_everywhere_with_neighbours() -> None:
         rules.stack(r"layer_(\d+)", "layers/cell").apply(stored(tree), None), None
     )
     assert values(back).keys() == flat(tree).keys()
-
-
-def test_numbers_count_as_numbers() -> None:
-    """Layer 10 comes after layer 9, not after layer 1."""
-    tree = layers([{"w": np.array([n])} for n in range(12)])
-    after = values(rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None))
-    assert after["layers/w"][:, 0].tolist() == list(range(12))
 
 
 def test_scalars_stack() -> None:
