@@ -25,8 +25,8 @@ from flax_ckpt_compat._discovery.orbax_directory import FINISHED, ITEMS_MARKERS,
 
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
 _LOST_STRUCTURE = (
-    f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where "
-    "they belong (jax's own array serialization has none: TensorStore reads each array)"
+    f"there are arrays, but no {layout.TREE_METADATA}, msgpack file '{layout.MSGPACK_FILE}' or {layout.ZARR2_METADATA} "
+    "of a single one, which say where they belong (jax's own array serialization has none: TensorStore reads them)"
 )
 # Layout, what is missing in words, name → item as in `Contents`, and names of directories that are not items.
 _Description = tuple["Layout | None", str, Mapping[str, Item], tuple[str, ...]]
