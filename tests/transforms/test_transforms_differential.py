@@ -265,22 +265,6 @@ def test_apply_what_makes_no_sense(original: Any, transformations: Any, new: Any
     compare(original, transformations, new, default_to_original)
 
 
-@pytest.mark.slow
-def test_the_comparison_sees_both_outcomes() -> None:
-    """Random transforms lead to results as well as to errors, so that both are compared."""
-    seen: Counter[bool] = Counter()
-
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
-    @given(TREES, given_transforms(PATTERNS, SOURCES), TREES, st.booleans())
-    def look(original: Any, transformations: Any, new: Any, default_to_original: bool) -> None:
-        assume(has_unique_names(transformations) and jax.tree.leaves(transformations) and jax.tree.leaves(new))
-        found = outcome(real.apply_transformations, original, made(transformations, real), new, default_to_original)
-        seen[isinstance(found, Exception)] += 1
-
-    look()
-    assert min(seen[True], seen[False]) >= 10, seen
-
-
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(TREES, max_size=4), st.one_of(st.none(), TREES))
 def test_merge(trees: list[Any], target: Any) -> None:
