@@ -118,8 +118,9 @@ def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
     Layers that linen numbers are among them where they keep their names, because another one may have got a name."""
     found: tuple[_Layers, _Layers] = {}, {}
     counted = {old: old for old in outcome.news if len(old) > 1 and BY_FLAX.fullmatch(bare(old)[-2:][0])}
-    moved = {joined(old): (old, new) for old, new in (counted | outcome.moved).items()} if outcome.moved else {}
-    for old, new in map(moved.__getitem__, natural(moved)):
+    moved = counted | outcome.moved if outcome.moved else {}
+    places = {name: place for place, name in enumerate(natural(map(joined, moved)))}
+    for old, new in sorted(moved.items(), key=lambda pair: places[joined(pair[0])]):
         ends = (outcome.had.root_of(old), outcome.has.root_of(new))
         is_optimizer, name = all(ends), joined(outcome.had.spot(old).suffix)
         if not is_optimizer:

@@ -71,9 +71,13 @@ class Gap:
         both = self.ours.keys() & self.theirs.keys()
         same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
         if path:  # layers that share a bias alone are others where each of the two has another name
-            prints = [{*map(memo.print, side.values())} for side in (self.ours, self.theirs)]
-            pairs = {name: (memo.print(self.theirs[name]), memo.print(self.ours[name])) for name in same}
-            same = {n for n, (new, old) in pairs.items() if new == old or not (new in prints[0] and old in prints[1])}
+            equal = {name for name in both if memo.print(self.ours[name]) == memo.print(self.theirs[name])}
+            ours, theirs = (
+                {memo.print(node) for name, node in side.items() if name not in equal}
+                for side in (self.ours, self.theirs)
+            )
+            crossed = {name for name in same - equal if memo.print(self.theirs[name]) in ours}
+            same -= {name for name in crossed if memo.print(self.ours[name]) in theirs}
         self.common = len(same)
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}

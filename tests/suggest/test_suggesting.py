@@ -17,7 +17,7 @@ from tests.random_cases.edits import fresh, mapped, stacked
 from tests.random_cases.models import Arrays
 from tests.random_cases.proposals import Case, verdict
 from tests.support.peers import skip_without_typed_keys
-from tests.support.suggest_cases import as_stored, proposed
+from tests.support.suggest_cases import as_stored, proposed, sure
 from tests.support.suggest_states import (
     ADAM,
     CLIPPED,
@@ -38,21 +38,13 @@ ADAMS = jax.eval_shape(ADAM.init, PARAMS)
 D = dense(8, 8)
 
 
-def sources(old: Any, new: Any) -> list[str]:
-    """The rules of the suggestion, which nothing may speak against."""
-    suggestion, _ = proposed(old, new)
-    assert suggestion is not None
-    assert not suggestion.doubts
-    return [step.rule.source for step in suggestion.steps]
-
-
 def test_raw_keys_become_typed_ones() -> None:
     """A raw key that has a typed one as its counterpart in the target is wrapped."""
     skip_without_typed_keys()
     old = {"net": {"w": np.ones((2, 3)), "rng": np.array([0, 7], np.uint32)}}
     new = {"model": {"w": np.zeros((2, 3)), "rng": jax.random.key(0)}}
-    assert sources(old, new) == ["rules.rename('net', 'model')", "rules.wrap_key_data('^model/rng$')"]
-    assert sources(old["net"], new["model"]) == ["rules.wrap_key_data('^rng$')"]
+    assert sure(old, new) == ["rules.rename('net', 'model')", "rules.wrap_key_data('^model/rng$')"]
+    assert sure(old["net"], new["model"]) == ["rules.wrap_key_data('^rng$')"]
     given = rules.rename("rng", "key").apply(rules.wrap_key_data("rng").apply(as_stored(old["net"]), None), None)
     suggestion = suggest(given, state_dict.describe({"v": old["net"]["w"], "key": new["model"]["rng"]}))
     assert suggestion is not None
@@ -66,8 +58,8 @@ def test_raw_keys_become_typed_ones() -> None:
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:
     """Numbered layers and one with a leading axis are told from the shapes, moments included."""
     unrolled, scanned = train(Layers()), train(Layers("layers"))
-    assert sources(unrolled, scanned) == [r"rules.stack(r'layer_(\d+)', 'layers')"]
-    assert sources(scanned, unrolled) == ["rules.unstack('layers', 'layer_{}')"]
+    assert sure(unrolled, scanned) == [r"rules.stack(r'layer_(\d+)', 'layers')"]
+    assert sure(scanned, unrolled) == ["rules.unstack('layers', 'layer_{}')"]
     found = proposed(unrolled, train(Layers("scan"), CLIPPED))[1]
     names = [f"opt_state/0/mu/layer_{number}/Dense_0/kernel" for number in range(4)]
     assert found["opt_state/1/0/mu/scan/Dense_0/kernel"] == "+".join(names)
@@ -92,7 +84,7 @@ def test_linen_to_nnx(form: str) -> None:
 def test_flax_optim(nested: bool) -> None:
     """A checkpoint of flax.optim gives parameters, moments and step."""
     new = {name: node for name, node in train(Linen()).items() if name != "batch_stats"}
-    assert sources(flax_optim(PARAMS, nested), new)[0] == "rules.pre_optax()"
+    assert sure(flax_optim(PARAMS, nested), new)[0] == "rules.pre_optax()"
     found = proposed(flax_optim(PARAMS, nested), new)[1]
     inner = "params/" if nested else ""
     for path, source in found.items():
@@ -105,7 +97,7 @@ def test_flax_optim(nested: bool) -> None:
 
 def test_parameters_for_inference() -> None:
     """A target of parameters alone gets those of the checkpoint, and nothing of the optimizer's."""
-    assert sources(train(Linen()), PARAMS) == ["rules.move('params', '')"]
+    assert sure(train(Linen()), PARAMS) == ["rules.move('params', '')"]
 
 
 def test_names_before_linen() -> None:
@@ -113,7 +105,7 @@ def test_names_before_linen() -> None:
     old = {"params": {"Conv_0": dense(3, 8), "Conv_1": dense(8, 6), "Dense_2": dense(6, 5), "Dense_3": dense(5, 2)}}
     new = {"params": {"Conv_0": dense(3, 8), "Conv_1": dense(8, 6), "Dense_0": dense(6, 5), "Dense_1": dense(5, 2)}}
     found = proposed(old, new)[1]
-    assert sources(old, new)
+    assert sure(old, new)
     assert found["params/Dense_1/kernel"] == "params/Dense_3/kernel"
 
 
@@ -134,7 +126,7 @@ def test_names_before_linen() -> None:
 )
 def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
     """Where names tell leaves of equal shape apart, each is taken from its own."""
-    assert sources(old, new)
+    assert sure(old, new)
     for path, source in proposed(old, new)[1].items():
         assert source is not None
         assert source.split("/")[-1] == path.split("/")[-1]
@@ -147,6 +139,7 @@ def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
 
 OBLONG = dense(8, 4)
 SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
+BARE = {"kernel": array(8, 8)}
 ROW = {"kernel": array(3, 8, 8), "bias": array(3, 8)}
 
 
@@ -165,6 +158,7 @@ def rows(name: str) -> dict[str, Any]:
         (SQUARES, {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": D, "Dense_3": dense(8, 3)}}),
         ({"params": {"encoder_0": D, "decoder_1": D}}, {"params": {"decoder_0": D, "encoder_1": D, "x": array(1)}}),
         ({"params": {"enc_0": D, "dec_1": D}}, {"params": {"encoder_1": D, "decoder_0": D}}),
+        ({"params": {"Dense_0": D, "Dense_1": BARE, "o": OBLONG}}, {"params": {"fc0": BARE, "fc1": D, "o": OBLONG}}),
         ({"params": {"w": array(8, 8)}}, {"params": {"kernel": array(8, 8)}}),
         ({"params": PARAMS, "ema_params": PARAMS}, PARAMS),
         ({"params": PARAMS, "ema_params": PARAMS}, {"weights": PARAMS}),
@@ -199,7 +193,7 @@ def rows(name: str) -> dict[str, Any]:
         ({"params": {f"{name}_embed": D for name in ("query", "key", "value")}}, {"params": {"qkv": dense(8, 24)}}),
     ],
     ids=["no evidence", "named first", "first is new", "equal ones", "inserted", "crossed numbers", "crossed order",
-         "square leaf", "which average",
+         "crossed biases", "square leaf", "which average",
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
          "which axis", "counts", "taken from its own place", "vectors", "which optimizer", "actor", "target", "stack",
          "unstack", "average of a row", "a count beside a row", "letters", "fused embeddings"],

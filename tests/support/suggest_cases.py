@@ -57,6 +57,14 @@ def proposed(old: Any, new: Any) -> tuple[Suggestion | None, dict[str, str | Non
     return suggestion, gets(stored, target, suggestion)
 
 
+def sure(old: Any, new: Any) -> list[str]:
+    """The rules of a proposal that nothing speaks against."""
+    suggestion, _ = proposed(old, new)
+    assert suggestion is not None
+    assert not suggestion.doubts
+    return [step.rule.source for step in suggestion.steps]
+
+
 def gets(stored: Node, target: Node, suggestion: Suggestion | None) -> dict[str, str | None]:
     """Target path → stored path (several joined with ``+``), None where the target keeps its own; missing ones not."""
     tree = stored
