@@ -39,8 +39,8 @@ names. Rules that take places (``move``, ``copy``, ``drop``, ``from_target``, ``
 subtree or leaf: ``params/head``, ``.*/head``. All others match anywhere, so in the moments of an optimizer, too:
 ``head``; ``^params/head`` is one only; `rename` says more. An ``axis`` that is negative counts from the end.
 
-All raise ``TransformError``: when they are made, for arguments that make no sense; when they are applied, if a pattern
-matches nothing or what it matches does not fit. They raise ``NameCollisionError`` if two leaves would get one name.
+All raise ``TransformError``: when they are made, for bad patterns and types; when they are applied, if a pattern
+matches nothing, or what it matches does not fit. They raise ``NameCollisionError`` if two leaves would get one name.
 """
 
 from __future__ import annotations

@@ -112,14 +112,6 @@ def fitting(path: Path, leaf: Node) -> Iterator[None]:
         raise misfit(path, f"is {describe(leaf)}: {error}") from error
 
 
-def require_array(leaf: Node) -> Array:
-    """Return a leaf, or raise ValueError if it is not an array."""
-    if not is_array(leaf):
-        raise ValueError("expected an array; move it or drop it first")
-    found: Array = leaf
-    return found
-
-
 def each_leaf(
     trees: Trees, pattern: str, change: Change, needed: str = "array", wanted: Callable[[Any], bool] = is_array
 ) -> Node:

@@ -117,8 +117,7 @@ def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[
 def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint") -> dict[Path, re.Match[str]]:
     """Return the key paths of the topmost nodes whose whole key path a pattern matches, each with its match.
 
-    The empty pattern is the whole tree, which messages call ``whose``. Raise TransformError for a pattern that matches
-    nothing, or two nodes with one text, because names contain ``/``."""
+    The empty pattern is the whole tree, which messages call ``whose``. Each has to match, and no two nodes alike."""
     found: dict[Path, re.Match[str]] = {}
     for text in patterns:
         pattern = compiled(text)

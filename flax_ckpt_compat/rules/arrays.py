@@ -31,11 +31,7 @@ def cast(trees: Trees, pattern: str, dtype: Any) -> Node:
     Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
     are left alone, as are numbers, text and keys. Floats are rounded to nearest, so values below the dtype's smallest
     number become zero (1e-30 in ``float16``); Adam's ``nu`` is often that small. Values that are out of its range, and
-    an infinity or NaN that it lacks, are an error when they are read.
-
-    Args:
-        dtype: name, numpy dtype or scalar type.
-    """
+    an infinity or NaN that it lacks, are an error when they are read."""
     try:
         wanted = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except (TypeError, ValueError) as error:
@@ -95,10 +91,7 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
 def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
     """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
 
-    Args:
-        size: new length on the axis; arrays that have it already stay as they are, and shorter ones are an error.
-        axis: the axis to cut.
-    """
+    Arrays of that length stay as they are; shorter ones are an error."""
     if size < 0:
         raise TransformError("a length cannot be negative")
 
@@ -115,11 +108,7 @@ def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
 
 @rule
 def transpose(trees: Trees, pattern: str, axes: Sequence[int]) -> Node:
-    """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
-
-    Args:
-        axes: for each new axis the index of the old one; negative counts from the end.
-    """
+    """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``."""
     return _edit_tree.rearranged(trees, pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
 
 
@@ -127,11 +116,9 @@ def transpose(trees: Trees, pattern: str, axes: Sequence[int]) -> Node:
 def reshape(trees: Trees, pattern: str, shape: Sequence[int]) -> Node:
     """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
 
-    Args:
-        shape: the new shape; one length may be -1 and is then computed.
-    """
-    if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
-        raise TransformError("at most one length may be -1; other negative lengths are not allowed")
+    One length may be -1, and is then computed."""
+    if min(shape, default=0) < -1:
+        raise TransformError("a length may be -1, no other negative number")
     return _edit_tree.rearranged(trees, pattern, lambda value: value.reshape(tuple(shape)))
 
 
@@ -139,11 +126,8 @@ def reshape(trees: Trees, pattern: str, shape: Sequence[int]) -> Node:
 def split_axis(trees: Trees, pattern: str, sizes: Sequence[int], axis: int = 0) -> Node:
     """Make several axes of one, with values in C order: ``split_axis("layers", (3, 4))`` for 12 layers in 3 groups.
 
-    Args:
-        sizes: lengths of the two or more new axes; one may be -1 and is then computed.
-        axis: the axis to split.
-    """
-    if len(sizes) < 2 or sum(size < 0 for size in sizes) > 1 or min(sizes) < -1:
+    One of the two or more sizes may be -1, and is then computed."""
+    if len(sizes) < 2 or min(sizes) < -1:
         raise TransformError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
 
     def function(value: Any) -> Any:
@@ -156,12 +140,7 @@ def split_axis(trees: Trees, pattern: str, sizes: Sequence[int], axis: int = 0) 
 
 @rule
 def merge_axes(trees: Trees, pattern: str, axis: int = 0, count: int = 2) -> Node:
-    """Make one axis of several, with values in C order, the inverse of `split_axis`: ``merge_axes("layers")``.
-
-    Args:
-        axis: the first of the axes.
-        count: number of axes, two or more.
-    """
+    """Make one axis of ``count`` from ``axis`` on, in C order, to undo `split_axis`: ``merge_axes("layers")``."""
     if count < 2:
         raise TransformError("expected two or more axes")
 
@@ -176,12 +155,7 @@ def merge_axes(trees: Trees, pattern: str, axis: int = 0, count: int = 2) -> Nod
 
 @rule
 def index(trees: Trees, pattern: str, number: int, axis: int = 0) -> Node:
-    """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``.
-
-    Args:
-        number: the index; negative counts from the end.
-        axis: the axis that goes.
-    """
+    """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``."""
 
     def changed(leaf: Array, *_: Any) -> Node:
         at, length = _edit_tree.axis_of(axis, leaf.shape)
@@ -207,8 +181,8 @@ def unreplicate(trees: Trees, pattern: str = ".*") -> Node:
         count = shape[0] if shape else 0
         lengths.add(count)
         if not count or len(lengths) > 1:
-            others = f", others {min(lengths - {count})}" if len(lengths) > 1 else ""
-            raise ValueError(f"{count or 'no'} replicas on its first axis{others}; match only what is replicated")
+            found = f"{count or 'no'} replicas on its first axis, of {sorted(lengths)} in all"
+            raise ValueError(f"{found}; match only what is replicated")
         how = f"replica 0 of {count}"
         if is_array(leaf):
             return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
@@ -292,11 +266,9 @@ def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bo
 def apply(trees: Trees, pattern: str, function: Callable[[Any], Any]) -> Node:
     """Compute leaves with a function: ``apply("batch_stats", lambda value: value.mean(axis=0))``.
 
-    Args:
-        pattern: as in `rename`; only arrays, numbers, text and bytes, not PRNG keys.
-        function: takes the stored value (an array as a read-only ``np.ndarray``), returns the new one. It is called
-            when the value is read, so that plans and later rules do not know shape and dtype of the result.
-    """
+    The leaves are arrays, numbers, text and bytes, not PRNG keys. The function takes the stored value (an array as a
+    read-only ``np.ndarray``), and returns the new one. It is called when the value is read, so that plans and later
+    rules do not know shape and dtype of the result."""
 
     def changed(leaf: Any, what: str, _: Node) -> Node:
         def computed(value: Any) -> Any:
@@ -318,11 +290,7 @@ def apply(trees: Trees, pattern: str, function: Callable[[Any], Any]) -> Node:
 
 @rule
 def wrap_key_data(trees: Trees, pattern: str, impl: str | None = None) -> Node:
-    """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does.
-
-    Args:
-        impl: name of the implementation, such as ``"threefry2x32"``; jax's default if None.
-    """
+    """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does with ``impl``."""
 
     def changed(leaf: Array, *_: Any) -> Node:
         import jax
@@ -419,8 +387,8 @@ def _targets_own(own: Node, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any
     if not isinstance(own, np.ndarray) and not (is_jax_array(own) and own.is_fully_addressable):
         what = "abstract" if hasattr(own, "shape") else "not an array"
         raise ValueError(f"the target's own is {what}, so that it has no values to fill with; give a number as value")
-    if tuple(own.shape) != shape:
-        raise ValueError(f"the target's own is {tuple(own.shape)}, expected {shape}; pad to its length")
-    if _kind_of(np.dtype(own.dtype)) != _kind_of(dtype) or (_kind_of(dtype) is None and own.dtype != dtype):
-        raise ValueError(f"the target's own is {own.dtype}, which does not become {dtype}; give a number as value")
+    kind = _kind_of(dtype)
+    if tuple(own.shape) != shape or (_kind_of(np.dtype(own.dtype)) != kind if kind else own.dtype != dtype):
+        found = f"{own.dtype}{list(own.shape)}, which does not become {dtype}{list(shape)}"
+        raise ValueError(f"the target's own is {found}; give a number as value")
     return own

@@ -91,8 +91,6 @@ def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
         axis: the axis of concatenation: kernels of linen's attention are (embed, heads, head_dim) and biases
             (heads, head_dim), so -1 joins head_dim and -2 heads; kernels of Dense are (in, out).
     """
-    if len(set(names)) < max(len(names), 2):
-        raise TransformError(f"expected a list of two or more different names, found {names!r:.100}")
 
     def row(_: Path, nodes: Nodes) -> list[Path]:
         siblings = {match[0]: path for path, match in nodes.items()}
@@ -203,12 +201,13 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
                 like = show_path(full[kinds.index(usual)])
                 raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
         leaves = [node[below] for node in nodes]
-        with _edit_tree.fitting(full[0], leaves[0]):
-            yield full[0], leaves[0] if _has_no_value(leaves[0]) else _concatenated(leaves, part)
+        if isinstance(usual, str) and not _has_no_value(leaves[0]):
+            raise misfit(full[0], f"is {usual}, expected an array; move it or drop it first")
+        yield full[0], _concatenated(leaves, part) if is_array(leaves[0]) else leaves[0]
 
 
 def _concatenated(leaves: list[Any], part: Part) -> Derived:
-    at, first = part(_edit_tree.require_array(leaves[0]).shape or ())
+    at, first = part(leaves[0].shape)
     shapes = [part(leaf.shape)[1] for leaf in leaves]
     whole, dtype = (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :]), leaves[0].dtype
 
@@ -232,7 +231,7 @@ def _dividing(trees: Trees, pattern: str, axis: int, names: NamesOf, sizes: Size
             for path, leaf in iter_leaves(node_at(tree, start), start):
                 if not _has_no_value(leaf):
                     with _edit_tree.fitting(path, leaf):
-                        lengths[path] = _edit_tree.axis_of(axis, _edit_tree.require_array(leaf).shape)[1]
+                        _, lengths[path] = _edit_tree.axis_of(axis, leaf.shape if is_array(leaf) else ())
             ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
 
         def new_leaves(path: Path, leaf: Any) -> Iterator[tuple[Path, Node]]:

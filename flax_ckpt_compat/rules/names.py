@@ -125,10 +125,7 @@ def drop(trees: Trees, *patterns: str) -> Node:
 def wrap(trees: Trees, name: str, at: str = "") -> Node:
     """Move the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
 
-    Args:
-        name: of the new level; ``a/b`` makes two levels.
-        at: pattern of whole key paths of subtrees in the checkpoint; empty for the whole tree.
-    """
+    ``a/b`` makes two levels. ``at`` is a pattern of whole key paths of subtrees; empty for the whole tree."""
     levels = _patterns.new_names(name)
     return _moved_children(trees.stored, {start: (*start, *levels) for start in _patterns.select(trees.stored, [at])})
 
@@ -137,10 +134,7 @@ def wrap(trees: Trees, name: str, at: str = "") -> Node:
 def unwrap(trees: Trees, name: str, at: str = "") -> Node:
     """Remove a level, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
-    Args:
-        name: pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place.
-        at: pattern of whole key paths of the subtrees that hold it; empty for the whole tree.
-    """
+    The name is a pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place."""
     ends: dict[Path, Path] = {}
     for start in _patterns.select(trees.stored, [at]):
         levels = _patterns.select(node_at(trees.stored, start), [name], whose=show_path(start))
@@ -160,10 +154,7 @@ def _moved_children(stored: Node, ends: dict[Path, Path]) -> Node:
 def nest(trees: Trees, separator: str = "/", at: str = "") -> Node:
     """Split names that hold a whole key path into levels: with ``nest(".")``, ``a.b.c`` becomes ``a/b/c``.
 
-    Args:
-        separator: text between the names of the levels.
-        at: pattern of whole key paths of subtrees in the checkpoint, below which names are split; empty for all.
-    """
+    Names below ``at`` are split, a pattern of whole key paths of subtrees; empty for the whole tree."""
     if not separator:
         raise TransformError("the separator is empty")
     ends: dict[Path, Path] = {}
@@ -182,9 +173,7 @@ def nest(trees: Trees, separator: str = "/", at: str = "") -> Node:
 def from_target(trees: Trees, *patterns: str) -> Node:
     """Keep the target's own values, whatever is stored: ``from_target("batch_stats", ".*/lora_[ab]")``.
 
-    Args:
-        patterns: of whole key paths of subtrees or leaves in the target.
-    """
+    The patterns are of whole key paths of subtrees or leaves in the target."""
     tree = trees.stored
     for path in _patterns.select(trees.target, _patterns.some(patterns), whose="the target"):
         tree = _edit_tree.put(tree, path, map_leaves(lambda *_: Own.KEEP_TARGET, node_at(trees.target, path)))

@@ -18,9 +18,7 @@ _MOMENTS[frozenset(("momentum",))] = {"momentum": "trace"}
 def pre_linen(trees: Trees, at: str = "params") -> Node:
     """Rename pre-linen modules to linen's names, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
-    Args:
-        at: pattern of whole key paths in the checkpoint; with an optimizer's moments ``"params|opt_state/0/[mn]u"``.
-    """
+    ``at`` is a pattern of whole key paths; with an optimizer's moments ``"params|opt_state/0/[mn]u"``."""
     new: dict[Path, dict[str, str]] = {}  # by key path of a module, the names in it
     for start in _patterns.select(trees.stored, [at]):
         modules = iter_branches(node_at(trees.stored, start), start)

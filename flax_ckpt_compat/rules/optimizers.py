@@ -1,6 +1,4 @@
-"""Carry over the optimizer's state of parameters that still exist.
-
-The states inside an optimizer's state are nodes with named fields, in the target and in checkpoints."""
+"""Carry over the optimizer's state of parameters that still exist: of nodes with named fields."""
 
 from __future__ import annotations
 
