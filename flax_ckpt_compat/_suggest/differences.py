@@ -127,15 +127,15 @@ class Gap:
             for row in found:
                 if len(set(map(self.memo.print, row.nodes))) != 1:
                     continue
-                layer, forms = self.memo.contents(row.nodes[0]), {}
-                for name in natural(others):
-                    if form := layouts.form_of(row, layer, self.memo.contents(others[name])):
-                        forms[name] = form
+                layer = self.memo.contents(row.nodes[0])
+                tried = {
+                    name: layouts.form_of(row, layer, self.memo.contents(others[name])) for name in natural(others)
+                }
+                forms = {name: form for name, form in tried.items() if form is not None}
                 if forms:
                     name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
                     self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
-                    steps_of = layouts.stacked if stacking else layouts.unstacked
-                    yield steps_of(row, name, forms[name])
+                    yield (layouts.stacked if stacking else layouts.unstacked)(row, name, forms[name])
         for name in [name for name in self.gone if name in self.new]:
             ours, theirs = self.memo.contents(self.gone[name]), self.memo.contents(self.new[name])
             if steps := layouts.regrouped(name, ours, theirs):

@@ -232,8 +232,7 @@ def steps(arrays: Sequence[Stored]) -> Iterator[ProposedRule]:
 def _change(one: Stored) -> tuple[str, Shape] | None:
     """Return what became of an array, and the argument of the rule for it."""
     if _squeezed(one.shape) == _squeezed(one.wanted):
-        # The length of the only axis that counts is that of the array.
-        is_vector = len(_squeezed(one.wanted)) == 1
+        is_vector = len(_squeezed(one.wanted)) == 1  # of which the only length is that of the array
         return "squeezed", tuple(-1 if is_vector and size != 1 else size for size in one.wanted)
     for order in turned(one.shape, one.wanted):
         return "transposed", order
@@ -280,9 +279,7 @@ def pattern_of(wanted: Collection[Path], others: Iterable[Path], longest: int = 
         exact = {path[-count:] for path in wanted}
         ends = set(map(unnumbered, exact)) if is_row else exact
         if ends.isdisjoint(unnumbered(path[-count:]) if is_row else path[-count:] for path in others):
-            if len(ends) < len(exact):
-                texts = [literal(joined(end)).replace("#", r"\d+") for end in ends]
-            else:
-                texts = [literal(joined(end)) for end in exact]
+            chosen, number = (ends, r"\d+") if len(ends) < len(exact) else (exact, "#")
+            texts = [literal(joined(end)).replace("#", number) for end in chosen]
             return "|".join(sorted(texts)) if len(texts) <= _MAX_NAMES else ""
     return ""
