@@ -36,7 +36,7 @@ class Entry:
     @property
     def path(self) -> Path:
         """Return the key path."""
-        return tuple(name for name, _ in self.keys)
+        return tuple([name for name, _ in self.keys])
 
 
 @dataclasses.dataclass(slots=True)

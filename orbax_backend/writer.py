@@ -152,7 +152,8 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
 
 def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
-    sources = [stored.source for stored in arrays if is_jax_array(stored.source)]
+    placed = [stored.source for stored in arrays if stored.value_type == layout.JAX_ARRAY]
+    sources = list(filter(is_jax_array, placed))
     # default_backend() initializes jax's backends, which numpy arrays do not need.
     if sources and sys.modules["jax"].default_backend() != "cpu":
         for source in sources:
