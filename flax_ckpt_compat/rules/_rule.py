@@ -49,7 +49,7 @@ class Trees(NamedTuple):
     open_tree: Any = None
 
 
-def applied(name: str, change: Callable[..., Node], *args: Any, **kwargs: Any) -> Apply:
+def applied(name: str, change: Callable[..., Node], /, *args: Any, **kwargs: Any) -> Apply:
     """Return the `Rule.apply` of a function of `Trees`; cloudpickle can send it to other machines."""
 
     def apply(*trees: Any) -> Node:

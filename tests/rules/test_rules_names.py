@@ -95,9 +95,9 @@ def test_rename_and_back(tree: Any) -> None:
 @given(TREES, NAMES)
 def test_wrap_and_unwrap(tree: Any, name: str) -> None:
     """unwrap takes away what wrap put in."""
-    there = rules.wrap(name).apply(stored(tree), None)
+    there = rules.wrap(name=name).apply(stored(tree), None)
     assert set(there.children) == {name}
-    assert list(values(rules.unwrap(re.escape(name)).apply(there, None)).items()) == list(flat(tree).items())
+    assert list(values(rules.unwrap(name=re.escape(name)).apply(there, None)).items()) == list(flat(tree).items())
 
 
 @given(TREES, st.data())
