@@ -39,7 +39,7 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
                 raise StorageError(f"{message} not saved; pass overwrite=True", path=final, errno=errno.EEXIST)
         release(temporary)
         if replaced is not None:
-            _remove_leftover(replaced)
+            _remove_leftover(replaced, is_ours=True)  # its writer may still have it locked
 
 
 def _replace(temporary: str, final: str) -> str | None:
@@ -162,11 +162,11 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
     return removed
 
 
-def _remove_leftover(path: str) -> bool:
-    """Remove a temporary that nobody writes, under its lock; return False on failure, which must not prevent a save."""
+def _remove_leftover(path: str, *, is_ours: bool = False) -> bool:
+    """Remove a temporary that nobody writes, under its lock unless ours; False on failure, which prevents no save."""
     try:
         with temporaries.locked_if_free(path) as is_free:
-            if is_free is not False:
+            if is_free is not False or is_ours:
                 sync_directory(os.path.dirname(path))  # a rename may have replaced it that is not on disk
                 with suppress(*GONE):  # other writers remove it too
                     gda_folder.settle(path)
