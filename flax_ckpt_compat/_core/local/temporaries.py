@@ -156,14 +156,14 @@ def locked_if_free(path: str) -> Iterator[bool | None]:
             is_free = False if isinstance(error, GONE) or error.errno in (errno.EAGAIN, errno.EACCES) else None
         yield is_free
     finally:  # without Python's functions: after Ctrl-C at the start of one, this process would keep the lock
-        try:
-            if descriptor is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except OSError:
-            pass
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        if descriptor is not None:
+            try:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                finally:
+                    os.close(descriptor)
+            except OSError:
+                pass
 
 
 def _open(path: str) -> int | None:
