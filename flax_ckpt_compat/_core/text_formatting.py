@@ -99,7 +99,9 @@ def listed(rows: Sequence[Row], more_is: str = "") -> list[str]:
 def one_line(names: Iterable[str | Row]) -> str:
     """Join names, or rows with their details, with commas for one line of a log."""
     found, more = shown([name if isinstance(name, Row) else Row((name,)) for name in names])
-    text = ", ".join(printable(": ".join((*row.names, *row.detail)), one_line=True) for row in found)
+    parts = [(": ".join((*row.names, *row.detail)), row.count) for row in found]
+    several = [f"{one} ({count})" if count > 1 and one.count("{") > 1 else one for one, count in parts]
+    text = printable(", ".join(several), one_line=True)
     return f"{text} and {more} more" if more else text
 
 
@@ -109,12 +111,21 @@ def fold(rows: Iterable[Row]) -> list[Row]:
 
 
 def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
-    """Like `fold`; return each row with those that it replaces."""
+    """Like `fold`; return each row with those that it replaces. Rows with names that go elsewhere in turn stay."""
     alike: dict[Any, list[Row]] = {}
     for row in rows:
         literals = tuple(tuple(_NUMBER.split(name)[::2]) for name in row.names)
         alike.setdefault((literals, row.detail), []).append(row)
-    return [(_folded(group), group) for group in alike.values()]
+    groups = (([group] if _is_parallel(group) else [[row] for row in group]) for group in alike.values())
+    return [(_folded(group), group) for some in groups for group in some]
+
+
+def _is_parallel(group: list[Row]) -> bool:
+    """Return whether each number of later names is one of the first, or a constant away: 0..3 beside 3..0 are not."""
+    numbers = [list(map(int, _NUMBER.findall("/".join(row.names)))) for row in group]
+    steps = [[number - column[0] for number in column] for column in zip(*numbers, strict=True)]
+    own = len(_NUMBER.findall(group[0].names[0]))
+    return all(one in steps[:own] or not any(one) for one in steps[own:])
 
 
 def _folded(group: list[Row]) -> Row:

@@ -150,7 +150,10 @@ def test_layers_are_folded() -> None:
     assert [(row.names, row.detail) for row in fold(shapes)] == [(("k{0..8}",), ("(3,)",)), (("k{9..19}",), ("(4,)",))]
     moved = [Row((f"new_{n}/w", f"old_{n}/w")) for n in range(5)]
     assert fold(moved) == [Row(("new_{0..4}/w", "old_{0..4}/w"), (), 5)]
+    swapped = [Row((f"new_{n}/w", f"old_{4 - n}/w")) for n in range(5)]
+    assert fold(swapped) == swapped
     assert one_line(f"l{n:02}" for n in range(25)) == "l{00..24}"
+    assert one_line(f"l_{n}/a_{n}" for n in range(25)) == "l_{0..24}/a_{0..24} (25)"
     assert one_line(f"l{n * n}" for n in range(25)) == "l{0,1,4,9,…,576}"
     assert one_line(f"l{'1' * 5000}{n}" for n in range(25))  # Python converts no such number
 

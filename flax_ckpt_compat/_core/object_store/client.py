@@ -191,7 +191,7 @@ class Client:
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
             reason = "it did not answer in time"
         what = "the credentials, which may be missing or have expired, the endpoint and the network"
-        remedy = remedy or f"check {what} ({self.access})"
+        remedy = remedy or ("use a shorter path" if len(url) > _LONG_URL else f"check {what} ({self.access})")
         return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
 
     def prepare(self, url: str) -> None:
@@ -265,7 +265,7 @@ class OpenedObject(Source):
 
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"
 _NO_BUCKET = r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName"
-_NO_WORD, _MISSING, _OUT_OF_RANGE = 400, 404, 416
+_NO_WORD, _MISSING, _OUT_OF_RANGE, _LONG_URL = 400, 404, 416, 1000
 _CONFLICTS = (409, 412)  # another version, or another writer at this moment
 
 
