@@ -131,10 +131,8 @@ def _without_lookalikes(found: contents.Contents) -> contents.Contents:
         return found
     names = names_in(found.location)
     handlers = orbax_directory.recorded_handlers(found.location, names)
-    alike = {
-        name for name in doubtful if orbax_directory.kind_of_handler(handlers.get(name, _OF_TREES)) is ItemKind.UNKNOWN
-    }
-    alike = {name for name in alike if not _opens(found.items[name])}
+    kinds = {name: orbax_directory.kind_of_handler(handlers.get(name, _OF_TREES)) for name in doubtful}
+    alike = {name for name, kind in kinds.items() if kind is ItemKind.UNKNOWN and not _opens(found.items[name])}
     items = {name: item for name, item in found.items.items() if name not in alike}
     unknown = alike.union(found.unknown)
     if not items and not unknown:  # without recorded handlers its folders, or '' if it has files of its own

@@ -226,11 +226,9 @@ def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str]:
 def check_record(path: Location, names: set[str]) -> None:
     """Raise CorruptCheckpointError if a step's metadata does not decode: nothing tells then what the step had."""
     if _record(path, names) is None:
-        raise CorruptCheckpointError(
-            f"{path / layout.STEP_METADATA} does not decode, so nothing tells whether all of {path} is there; restore "
-            "that file from a backup, or another step",
-            path=path.path,
-        )
+        what = f"{path / layout.STEP_METADATA} does not decode, so nothing tells whether all of {path} is there"
+        remedy = "restore that file from a backup, or another step"
+        raise CorruptCheckpointError(f"{what}; {remedy}", path=path.path)
 
 
 def _record(path: Location, names: set[str]) -> Mapping[str, Any] | None:

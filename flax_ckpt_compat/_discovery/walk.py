@@ -48,8 +48,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
             if folder == root:
                 raise
             continue  # another program removed it meanwhile
-        found: list[Location] = []
-        inside: list[Location] = []
+        found, inside = list[Location](), list[Location]()
         is_prefix = functools.cache(functools.partial(_is_prefix, folder, names))
         numbers = [name for name in names if name.isdecimal()]  # steps of a manager, if one of them is
         steps_there = numbers if any(map(is_step_of_manager, (folder / name for name in numbers))) else ()
@@ -91,6 +90,5 @@ def _is_checkpoint(path: Location) -> bool:
 
 def _is_prefix(folder: Location, names: list[str], prefix: str) -> bool:
     """Return whether a directory's numbered files of a prefix are checkpoints, judged by the first bytes of some."""
-    alike = (name for name in names if name.startswith(prefix) and steps.split_step(name))
-    files = (folder / name for name in alike)
+    files = (folder / name for name in names if name.startswith(prefix) and steps.split_step(name))
     return any(file.isfile() and foreign.may_be_msgpack_tree(file) for file in files)

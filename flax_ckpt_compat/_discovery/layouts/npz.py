@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from flax_ckpt_compat._core import errors
+from flax_ckpt_compat._core import errors, memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
@@ -33,6 +33,7 @@ _PIECE, _BUFFER = 16 * 2**20, 64 * 2**10
 _ENCRYPTED = 1  # a flag
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _BAD_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError)
+_Kind = type[errors.CorruptCheckpointError]  # of damage
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, NotImplementedError)
 
 
@@ -58,7 +59,7 @@ class NpzReader(WholeReader):
             return self._refused(name, member, "is no array" if name == member.filename else "is encrypted")
         try:
             with self._naming_damage(name), self._archive.zipped.open(member) as stream:
-                shape, dtype = _header(stream)
+                shape, dtype, _ = _header(stream)
                 if dtype.hasobject:
                     return self._refused(name, member, "holds Python objects (a pickle), and unpickling runs code")
                 if not is_storable(dtype) or not dtype.itemsize:
@@ -83,9 +84,15 @@ class NpzReader(WholeReader):
     def _array(self, leaf: LeafHandle) -> np.ndarray[Any, Any]:
         assert leaf.dtype is not None
         with self._content(leaf) as stream:
-            array = np.asarray(npy.read_array(stream, allow_pickle=False), order="C").view(leaf.dtype)
+            is_fortran = _header(stream)[2]
+            array = memory.empty(leaf.shape[::-1] if is_fortran else leaf.shape, leaf.dtype)
+            missing = memory.as_bytes(array)
+            while missing:
+                if not (count := stream.readinto(missing[:_PIECE])):  # type: ignore[attr-defined]
+                    raise EOFError("it ends within the array")
+                missing = missing[count:]
         self.meter.add(array.nbytes, leaf.path)
-        return array
+        return array.T.copy() if is_fortran else array
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
@@ -102,9 +109,7 @@ class NpzReader(WholeReader):
         self._source.close()
 
     @contextmanager
-    def _content(
-        self, leaf: LeafHandle, error: type[errors.CorruptCheckpointError] = errors.CorruptCheckpointError
-    ) -> Iterator[IO[bytes]]:
+    def _content(self, leaf: LeafHandle, error: _Kind = errors.CorruptCheckpointError) -> Iterator[IO[bytes]]:
         """Open the member of an array."""
         if self._source.is_closed:
             raise errors.StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
@@ -112,9 +117,7 @@ class NpzReader(WholeReader):
             yield stream
 
     @contextmanager
-    def _naming_damage(
-        self, leaf: str | None = None, error: type[errors.CorruptCheckpointError] = errors.CorruptCheckpointError
-    ) -> Iterator[None]:
+    def _naming_damage(self, leaf: str | None = None, error: _Kind = errors.CorruptCheckpointError) -> Iterator[None]:
         try:
             with translated(self.path):
                 yield
@@ -154,16 +157,16 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Read shape and dtype from the beginning of an ``.npy`` file."""
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Read shape, dtype and whether the order is Fortran's from the beginning of an ``.npy`` file."""
     if (version := npy.read_magic(stream)) not in _HEADERS:
         raise ValueError(f"the version {version} of the .npy format")
     try:
-        shape, _, dtype = _HEADERS[version](stream)
+        shape, is_fortran, dtype = _HEADERS[version](stream)
     except _BAD_HEADER as error:
         raise ValueError("a header that does not decode") from error
     is_raw = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
-    return shape, dtype_from_name("bfloat16") if is_raw else dtype
+    return shape, dtype_from_name("bfloat16") if is_raw else dtype, is_fortran
 
 
 def _tree(leaves: Sequence[LeafHandle]) -> Node:
