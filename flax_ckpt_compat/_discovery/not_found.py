@@ -51,13 +51,13 @@ def of_directory(path: Location) -> Absence:
     if path.is_remote:
         return Absence(missing, is_start=True)
     with suppress(*_FAILURES):
-        if "/~" in path.path:
-            return Absence(missing, "'~' is not expanded, so pass os.path.expanduser(path)")
         if outer := contents.checkpoint_around(path):
             return Absence(f"{missing}, and would be a part of the checkpoint {outer}", "pass that path")
         above, name = path.parent, path.name
         while not above.isdir():
             above, name = above.parent, above.name
+        if name.startswith("~"):
+            return Absence(missing, "'~' is not expanded, so pass os.path.expanduser(path)")
         names = [one for one in steps.natural_sort(above.listdir(), signed=False) if not one.startswith(".")]
         alike = difflib.get_close_matches(name, names, _MAX_NAMES, _SIMILAR)
         # A run whose name differs from others in numbers alone is a new one.

@@ -26,6 +26,11 @@ RAISING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def refuse(path: str) -> Any:
+    """Raise as a system does that lets nobody look."""
+    raise PermissionError(13, "Permission denied", path)
+
+
 def error_of(call: Callable[[Any], Any], path: Any) -> str:
     """The message of the error for a path without checkpoints, which says what to do."""
     with pytest.raises(errors.CheckpointNotFoundError) as caught:
@@ -92,11 +97,12 @@ def test_a_step_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Errors say what is beside it, or similar; a first run, which may begin there, is not a warning."""
-    (tmp_path / "large").mkdir()
-    assert f"does not exist: check the path; {tmp_path} has large" in error_of(restore, tmp_path / "7")
-    assert f"did you mean {tmp_path}/large?" in error_of(restore, tmp_path / "lar")
+    runs = tmp_path / "~alice"  # which is there
+    (runs / "large").mkdir(parents=True)
+    assert f"does not exist: check the path; {runs} has large" in error_of(restore, runs / "7")
+    assert f"did you mean {runs}/large?" in error_of(restore, runs / "lar")
     with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
-        assert checkpoints.restore_checkpoint(tmp_path / "7", TARGET) is TARGET
+        assert checkpoints.restore_checkpoint(runs / "7", TARGET) is TARGET
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
@@ -132,11 +138,7 @@ def test_an_unexpanded_home(
 
 @pytest.mark.parametrize(
     ("first", "found"),
-    [
-        ({"w": np.zeros(99)}, "found dict; "),
-        (np.zeros((2, 99)), "found ndarray; "),
-        (7, "found int; "),
-    ],
+    [({"w": np.zeros(99)}, "found dict; "), (np.zeros((2, 99)), "found ndarray; "), (7, "found int; ")],
 )
 @pytest.mark.parametrize("call", [restore, save, plan_restore, checkpoints.restore_checkpoint])
 def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> None:
@@ -148,10 +150,6 @@ def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> 
 
 def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing near may be listed, the error is the same without a hint."""
-
-    def refuse(path: str) -> list[str]:
-        raise PermissionError(13, "Permission denied", path)
-
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(errors.CheckpointNotFoundError, match=r"absent does not exist$"):
         restore(tmp_path / "absent")
@@ -177,9 +175,5 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"PK")
     save(tmp_path, tree(1), step=1, prefix="best_", format="msgpack")
-
-    def refuse(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
     monkeypatch.setattr(presence, "open_regular", refuse)
     assert checkpoints.restore_checkpoint(tmp_path, TARGET) is TARGET
