@@ -207,10 +207,13 @@ def is_unknown_look(look: str) -> bool:
 
 def foreign_remedy(path: Location) -> str:
     """Return the remedy for something else than a checkpoint."""
+    parts = "Restore each of its parts by its own path, and join the dicts."
     if not path.isdir():
-        return "Expected a msgpack file of Flax or an Orbax directory."
+        is_index = path.name.endswith(".msgpack.index.json")
+        return parts if is_index else "Expected a msgpack file of Flax or an Orbax directory."
     names = sorted(path.listdir(), reverse=True)
-    found = [name for suffix in _READ_SUFFIXES for name in names if name.endswith(suffix) and "-of-" not in name]
-    if found and not is_lfs_pointer(path / found[0]):
-        return f"Restore a file in it, such as {path / found[0]}."
+    found = [name for suffix in _READ_SUFFIXES for name in names if name.endswith(suffix)]
+    whole = [name for name in found if not re.search(r"-\d{5}-of-\d{5}\.", name)]
+    if found and not is_lfs_pointer(path / (whole or found)[0]):
+        return f"Restore a file in it, such as {path / whole[0]}." if whole else parts
     return "Restore another step or path, or read it with the program that wrote it."

@@ -248,21 +248,31 @@ def test_steps_are_compared_as_numbers(saved: Any, asked: Any, flag: bool, tmp_p
 # Formats that are not ours
 
 
-def hugging_face(path: Path) -> None:
+def hugging_face(path: Path, name: str) -> None:
     """A model folder as transformers writes it: names as in its documentation."""
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
-    (path / "flax_model.msgpack").write_bytes(b"\x81\xa1a\x01")
+    (path / name).write_bytes(b"\x81\xa1a\x01")
 
 
-def test_a_hugging_face_folder_as_the_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["flax_model.msgpack", "epoch-3-of-10.msgpack"])
+def test_a_hugging_face_folder_as_the_directory(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning points to the file that restores."""
-    hugging_face(tmp_path / "model")
+    hugging_face(tmp_path / "model", name)
     target = {"a": 0}
     assert checkpoints.restore_checkpoint(tmp_path / "model", target) is target
     (warning,) = messages(caplog)
     file = re.search(r"such as (\S+\.msgpack)", warning)
     assert file and checkpoints.restore_checkpoint(file[1], target) == {"a": 1}
+
+
+def test_a_hugging_face_model_in_parts(tmp_path: Path) -> None:
+    """Errors about the folder and about the index say how to restore it."""
+    hugging_face(model := tmp_path / "model", "flax_model-00001-of-00002.msgpack")
+    (model / "flax_model.msgpack.index.json").write_text('{"weight_map": {}}')
+    for path in (model, model / "flax_model.msgpack.index.json"):
+        with pytest.raises(errors.CheckpointError, match="estore each of its parts by its own path"):
+            flax_ckpt_compat.restore(path)
 
 
 # What is logged
@@ -302,14 +312,8 @@ def test_polling_warns_once(flag: bool, tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [
-        ("experimnet/a", "experiment"),
-        ("base_lines/a", "baselines"),
-        ("runs_lagre", "runs_large"),
-        ("runs/b", None),  # another run
-        ("runz/b", None),
-        ("exp_b", None),
-        ("2024-05-02", None),
-        ("new", None),
+        *{"experimnet/a": "experiment", "base_lines/a": "baselines", "runs_lagre": "runs_large"}.items(),
+        *dict.fromkeys(("runs/b", "runz/b", "exp_b", "2024-05-02", "new")).items(),  # other runs
     ],
 )
 def test_typos(asked: str, meant: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
