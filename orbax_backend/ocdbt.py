@@ -30,7 +30,7 @@ HEADER_NBYTES = 14  # magic, length, version, compression
 _NOWHERE = 2**64 - 1
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 _MAX_DECODED_BYTES = 1 << 28
-_MOST_PER_BYTE = 1 << 10  # of names and values, of all nodes together; zeros in the index compress a hundredfold
+_MAX_INDEX_BYTES, _MOST_PER_BYTE = 1 << 31, 1 << 10  # of names and values, of all nodes together
 _NO_FILE_BYTES = 1 << 62  # no file is so long
 _MAX_NAME, _BYTES_PER_NAME = 65535, 100  # OCDBT's limit of keys and paths; memory besides its bytes
 
@@ -51,7 +51,7 @@ def read_entries(location: Location, base: str = "") -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
     ``base`` is its directory in the checkpoint's, with its slash."""
-    files, found, seen, limit = CheckpointFiles(location), Entries(), set[ByteRange](), _MAX_DECODED_BYTES
+    files, found, seen, limit = CheckpointFiles(location), Entries(), set[ByteRange](), _MAX_INDEX_BYTES
     data = _read(files, location, base + MANIFEST, 0, None)
     with _decoding(location / (base + MANIFEST)):
         level = _newest_root(data, base)
@@ -79,7 +79,7 @@ def read_entries(location: Location, base: str = "") -> Entries:
                     found |= (entries := _entries_of(data, node))
                     limit -= sum(map(len, entries)) + sum(map(len, entries.values())) + _BYTES_PER_NAME * len(entries)
                 if limit < 0:
-                    raise ValueError("names and values were expected that are not far larger than the nodes")
+                    raise ValueError(f"at most {_MAX_INDEX_BYTES} bytes of names and values were expected")
         level = below
     for file in {value.file for value in found.values() if type(value) is ByteRange}:
         files.check(file)

@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.tree import show_path
 
-from .files import ByteRange, CheckpointFiles
+from .files import ByteRange, corrupt
 from .open_index import StoredValue, process_databases
 from .read_plan import ArrayRead
 
@@ -115,12 +115,12 @@ class Checksums:
 
     def check_files(self) -> bool:
         """Check all files that have checksums; return whether there are any, and all could be checked."""
-        found, files = list[bool](), CheckpointFiles(self.location)
+        found = list[bool]()
         for folder in ["", *(f"{name}/" for name in process_databases(self.location))]:
             for name in getattr(self.record(folder), "files", ()):
-                files.check(name)
-                file = self.location / name
-                found.append(file.isfile() and self.check_file(name, file.read(), folder))
+                if not presence.stays_inside(name):  # links are followed: the bytes are only summed
+                    raise corrupt(self.location, f"its checksums name {name!r:.300}, which lies outside of it")
+                found.append((file := self.location / name).isfile() and self.check_file(name, file.read(), folder))
         return bool(found) and all(found)
 
     def check_file(self, name: str, data: bytes, folder: str = "") -> bool:

@@ -163,15 +163,15 @@ def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_many_small_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of a few KB, each within its limit (lowered here), have one for all of them."""
+    """Nodes of a few KB, each within its limit, have one for all of them (lowered here)."""
     nodes, manifest = ocdbt_encode.encode_index([(b"x" * 60_000 + b"%d" % n, b"") for n in range(400)], "d/nodes")
     assert len(nodes) < 20_000
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "nodes").write_bytes(nodes)
     (tmp_path / "manifest.ocdbt").write_bytes(manifest)
     assert len(read_entries(location_of(tmp_path))) == 400
-    monkeypatch.setattr(ocdbt, "_MAX_DECODED_BYTES", 9 << 20)
-    with pytest.raises(CorruptCheckpointError, match="not far larger"):
+    monkeypatch.setattr(ocdbt, "_MAX_INDEX_BYTES", 9 << 20)
+    with pytest.raises(CorruptCheckpointError, match="names and values"):
         read_entries(location_of(tmp_path))
 
 

@@ -129,6 +129,16 @@ def test_a_damaged_file_that_no_leaf_needs(tmp_path: Path) -> None:
         assert (one.state, name in "".join(one.damage)) == ("damaged", True)
 
 
+def test_a_file_that_is_a_link(tmp_path: Path) -> None:
+    """What restores follow, `verify` follows."""
+    with use_flag(True):
+        path = Path(checkpoints.save_checkpoint(tmp_path / "c", TREE, 1))
+    (path / "_CHECKPOINT_METADATA").rename(tmp_path / "outside")
+    (path / "_CHECKPOINT_METADATA").symlink_to(tmp_path / "outside")
+    assert checkpoints.restore_checkpoint(path, None).keys() == TREE.keys()
+    assert verify(path).verified
+
+
 def test_recorded_checksums(tmp_path: Path) -> None:
     """Of what we saved, every leaf is ok, and every flipped bit of the file is found."""
     with use_flag(False):
