@@ -59,11 +59,10 @@ class MsgpackReader(Reader):
 
     def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
         source = self._source
-        data = b"" if source.is_local else source.read(0, HEAD_BYTES)
-        if source.size <= (_WHOLE if source.is_local else _WHOLE_OBJECT):
-            data += read_parts(source, len(data), source.size)
-            if self._sums is not None:
-                self._sums.verify_data(data)
+        is_whole = source.size <= (_WHOLE if source.is_local else _WHOLE_OBJECT)
+        data = read_parts(source, 0, source.size if is_whole else 0 if source.is_local else HEAD_BYTES)
+        if is_whole and self._sums is not None:
+            self._sums.verify_data(data)
         window = Window(source, data)
         return parse_stream(window, self) if is_stream else parse(window, self, of_orbax=of_orbax)
 

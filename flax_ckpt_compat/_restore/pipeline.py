@@ -12,6 +12,7 @@ from jax import monitoring
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import memory, progress
+from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -118,8 +119,10 @@ class _Restore:
         Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that a
         user's function computes, and structures that custom serialization refuses."""
         if self._target is None and not self._options.transforms.rules:
-            for reader in map(opened.reader, opened.trees):
-                reader.tree = _with_numbers(reader.tree)
+            for name, item in opened.trees.items():
+                if item.format is Format.MSGPACK:  # others have no numbers, and may not be opened in vain
+                    reader = opened.reader(name)
+                    reader.tree = _with_numbers(reader.tree)
         plans = plan_all(opened, self._target, self._options)
         try:
             for plan in plans.items.values():
