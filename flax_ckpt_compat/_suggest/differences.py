@@ -11,15 +11,7 @@ from flax_ckpt_compat._core.text_formatting import counted, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import layouts
 from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
-from flax_ckpt_compat._suggest.leaf_features import (
-    EMPTY,
-    SubtreeMemo,
-    fits,
-    flatten,
-    is_torch_name,
-    look,
-    turned,
-)
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, is_torch_name, look, turned
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
 
 _MAX_PAIRS = 900
@@ -124,14 +116,21 @@ class Gap:
     def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()
         for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
+            likely: dict[object, list[str]] = {}  # names by the sizes of their leaves
+            for name, node in others.items() if found else ():
+                for size in layouts.sizes(self.memo.contents(node)):
+                    likely.setdefault(size, []).append(name)
+            known: dict[object, dict[str, layouts.Form]] = {}  # in natural order, by a row's contents and number
             for row in found:
                 if len(set(map(self.memo.print, row.nodes))) != 1:
                     continue
-                layer = self.memo.contents(row.nodes[0])
-                tried = {
-                    name: layouts.form_of(row, layer, self.memo.contents(others[name])) for name in natural(others)
-                }
-                forms = {name: form for name, form in tried.items() if form is not None}
+                layer, kind = self.memo.contents(row.nodes[0]), (self.memo.print(row.nodes[0]), len(row.nodes))
+                if kind not in known:
+                    near = {name for size in layouts.sizes(layer, len(row.nodes)) for name in likely.get(size, ())}
+                    names = natural(near & others.keys())
+                    tried = ((name, layouts.form_of(row, layer, self.memo.contents(others[name]))) for name in names)
+                    known[kind] = {name: form for name, form in tried if form}
+                forms = {name: form for name, form in known[kind].items() if name in others}
                 if forms:
                     name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
                     self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
@@ -179,9 +178,8 @@ class Gap:
 
     def _level(self, name: str, held: list[str], *, is_new: bool) -> list[ProposedRule] | Level | Change:
         """Return the step for a level: renames if it is below a collection, or holds some of the children only."""
-        reason = (
-            f"{name} holds what {show_path(self.path) if self.path else 'the whole tree'} holds: {', '.join(held[:4])}"
-        )
+        place = show_path(self.path) if self.path else "the whole tree"
+        reason = f"{name} holds what {place} holds: {', '.join(held[:4])}"
         top = name.split("/")[0]
         if is_new and self.common:
             return Change(self.path, tuple(held), (top,), {f"({either(held)})": rf"{plain(name)}/\1"}, reason)
@@ -197,11 +195,8 @@ class Gap:
 
     def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
         """Return the children that are in another branch, by names or, if half of them match, by contents."""
-        named = [
-            name
-            for name, child in inner.children.items()
-            if name in children and self.memo.contents(children[name]) & self.memo.contents(child)
-        ]
+        both = [name for name in inner.children if name in children]
+        named = [name for name in both if self.memo.contents(children[name]) & self.memo.contents(inner.children[name])]
         if named or self.common or len(children) < 2 or others > 1:
             return named
         prints = {self.memo.print(child) for child in inner.children.values()}

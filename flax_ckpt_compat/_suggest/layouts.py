@@ -111,8 +111,7 @@ def stacked(old: LayerRow, into: str, form: Form) -> list[ProposedRule]:
 def unstacked(new: LayerRow, name: str, form: Form) -> list[ProposedRule]:
     """Return the rules that unstack a stack into a row."""
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
-    more = _given(axis=form.axis, first=new.first)
-    rule = rules.unstack(literal(name), f"{new.stem}{new.slash}{{}}", **more)
+    rule = rules.unstack(literal(name), f"{new.stem}{new.slash}{{}}", **_given(axis=form.axis, first=new.first))
     return [*_grouped(name, form, rules.merge_axes), ProposedRule(rule, reason, form.doubt)]
 
 
@@ -150,6 +149,11 @@ def form_of(row: LayerRow, layer: Contents, whole: Contents) -> Form | None:
     ranks = {len(shape) for _, (shape, _) in layer}
     is_clear = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
     return Form(axes[0], (), "" if is_clear else "the shapes do not tell on which axis the layers lie")
+
+
+def sizes(contents: Contents, count: int = 1) -> set[tuple[str, int, str]]:
+    """Return the name, number of values and kind of each leaf, once ``count`` are stacked on any axes."""
+    return {(name, count * math.prod(shape), kind) for name, (shape, kind) in contents}
 
 
 def _groups_of(layer: Contents, count: int, whole: Contents) -> Form | None:

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 
-from flax_ckpt_compat._core.steps import natural_sort, numbered
+from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.tree import Path
 
 
@@ -68,8 +68,13 @@ def _unnumbered(name: str) -> str:
 
 
 def natural(names: Iterable[str]) -> list[str]:
-    """Return names in the order of the numbers in them."""
-    return natural_sort(sorted(names), signed=False)
+    """Return names in the order of the whole numbers in them: ``x1.2`` before ``x1.10``."""
+
+    def key(name: str) -> tuple[list[tuple[float, str]], str]:
+        parts = filter(None, re.split(r"(\d+)", name))
+        return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
+
+    return sorted(names, key=key)
 
 
 @functools.lru_cache(100_000)

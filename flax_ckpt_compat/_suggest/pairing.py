@@ -63,11 +63,8 @@ class Pairing:
 
     def _matched(self, tree: Node) -> int:
         have = self.looks(tree)
-        return sum(
-            (there := have.get(path)) is not None and there[1] != "kept" and fits(there, seen)
-            for path, seen in self.goal.items()
-            if seen != EMPTY
-        )
+        wanted = ((have.get(path), seen) for path, seen in self.goal.items() if seen != EMPTY)
+        return sum(there is not None and there[1] != "kept" and fits(there, seen) for there, seen in wanted)
 
     def missing(self, tree: Node, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""

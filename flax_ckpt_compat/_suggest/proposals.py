@@ -76,19 +76,19 @@ def _nested(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Prop
 def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for a level around arrays that one tree has: ``value`` in NNX's states, boxes with metadata."""
     for inner, outer, is_new in ((stored, target, True), (target, stored, False)):
-        boxed = {path[:-1]: path[-1] for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen}
-        names, pattern = set(boxed.values()), ""
+        boxed = [path for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen]
+        names, pattern = {path[-1] for path in boxed}, ""
         everywhere = [sum(path[-1:] == ("value",) for path in tree) / max(len(tree), 1) for tree in (inner, outer)]
         if everywhere[1] < 1 and len(names) == 1 and not any(path in inner for path in outer if path[:-1] in inner):
-            pattern = pattern_of(boxed, (path for path in inner if (*path, *names) not in outer), 2)
+            others = (path for path in inner if (*path, *names) not in outer)
+            pattern = pattern_of([path[:-1] for path in boxed], others, 2)
         if not pattern and everywhere[0] < 0.5 and everywhere[1] > 0.9:
             pattern, names = "[^/]+", {"value"}
         for name in names if pattern else ():
-            if is_new:
-                rule = rules.rename(f"({pattern})$", rf"\1/{plain(name)}")
-            else:
-                rule = rules.rename(f"({pattern})/{literal(name)}$", r"\1")
-            yield ProposedRule(rule, f"the {'target' if is_new else 'checkpoint'} has {name} around arrays")
+            change = (f"({pattern})$", rf"\1/{plain(name)}") if is_new else (f"({pattern})/{literal(name)}$", r"\1")
+            yield ProposedRule(
+                rules.rename(*change), f"the {'target' if is_new else 'checkpoint'} has {name} around arrays"
+            )
             return
 
 
@@ -232,8 +232,7 @@ def typed_keys(pairing: Pairing, state: State) -> State:
 def _fields(node: Node) -> str:
     """Return the names under which an optimizer keeps its arrays."""
     found = [name for path, leaf in leaves_at(node) for name in path if name in MOMENTS or name == "count"]
-    found = found if MOMENTS.intersection(found) else []
-    return ", ".join(dict.fromkeys(found)) or _NO_MOMENTS
+    return ", ".join(dict.fromkeys(found)) if MOMENTS.intersection(found) else _NO_MOMENTS
 
 
 def _kept(pairing: Pairing, state: State) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,37 @@ def test_ports_are_certain_and_right(name: str) -> None:
     found, suggestion, _ = verdict(Case(name, old, new))
     assert suggestion is not None and [step.rule.source for step in suggestion.steps] == expected
     assert found == "certain right", suggestion.doubts
+
+
+def test_two_arrays_where_there_was_one_are_no_box() -> None:
+    """Layers with a mean and a spread for each stored array do not get it as the one or the other."""
+    old = {f"Dense_{n}": {"kernel": _A(4, 4), "bias": _A(4)} for n in range(3)}
+    new = mapped(lambda x: {"loc": x, "scale": x}, old)
+    suggestion, _ = proposed(old, new)
+    assert suggestion is None or not suggestion.rules
+
+
+def test_many_rows_take_no_longer_each() -> None:
+    """Twice the layers are at most three times the work, counted in calls of functions."""
+
+    def work(count: int) -> int:
+        old, new = ({f"l{n}_{m}": {"kernel": array(8, w)} for n in range(count) for m in "01"} for w in (8, 9))
+        stored, target, calls = as_stored({"params": old}), state_dict.describe({"params": new}), list[int]()
+        sys.setprofile(lambda *_: calls.append(1))
+        try:
+            suggest(stored, target)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert work(160) < 3 * work(80)
+
+
+def test_numbers_in_names_are_whole() -> None:
+    """Of names with dots, the tenth comes after the second."""
+    old = {f"l1.{n}.c": {"kernel": _A(3, 3)} for n in range(13)}
+    new = {f"conv_{n}": old[f"l1.{n}.c"] for n in range(13)}
+    assert verdict(Case("dots", {"params": old}, {"params": new}))[0] == "certain right"
 
 
 def test_names_with_dots_that_are_right_stay() -> None:
