@@ -51,6 +51,8 @@ def some(patterns: Sequence[str]) -> Sequence[str]:
 def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function."""
     if not callable(replacement):
+        if not isinstance(replacement, str):
+            raise TransformError(f"a replacement is text or a function, found {replacement!r:.100}")
         try:
             pattern.sub(replacement, "")  # which refuses groups that the pattern lacks, also where nothing matches
             return operator.methodcaller("expand", replacement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -90,7 +91,11 @@ def rule(change: Callable[Concatenate[Trees, _Given], Node]) -> Callable[_Given,
 
     @functools.wraps(change)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
-        bound, words = signature.bind(*args, **kwargs).arguments, list[str]()
+        call, words = signature.bind(*args, **kwargs), list[str]()
+        bound = call.arguments
+        for name, value in bound.items():  # what the caller may change later
+            if isinstance(value, Mapping | list | np.ndarray):
+                bound[name] = dict(value) if isinstance(value, Mapping) else copy.copy(value)
         given = [(one, bound[one.name]) for one in parameters if one.name in bound]
         given = [(one, value if one.kind is one.VAR_POSITIONAL else (value,)) for one, value in given]
         for one, values in given:
@@ -103,7 +108,7 @@ def rule(change: Callable[Concatenate[Trees, _Given], Node]) -> Callable[_Given,
         opens = [other for inner in bound.get("transforms", ()) for other in inner.opens]
         if "path" in bound:
             opens.append((as_text(bound["path"]), as_text(bound.get("prefix", "checkpoint_"), "prefix")))
-        return Rule(f"rules.{name}", applied(name, change, *args, **kwargs), tuple(opens))
+        return Rule(f"rules.{name}", applied(name, change, *call.args, **call.kwargs), tuple(opens))
 
     made.__signature__ = signature  # type: ignore[attr-defined]
     return made

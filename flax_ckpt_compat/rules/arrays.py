@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree
-from flax_ckpt_compat.rules._edit_tree import Array, Change
+from flax_ckpt_compat.rules._edit_tree import Array, Change, each_leaf
 from flax_ckpt_compat.rules._rule import Trees, rule
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
@@ -84,7 +84,7 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
         return _edit_tree.derived(leaf, padded, f"{length} → {size} on axis {at}, {note}", shape=shape)
 
-    return _edit_tree.each_leaf(trees, pattern, changed)
+    return each_leaf(trees, pattern, changed)
 
 
 @rule
@@ -103,7 +103,7 @@ def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
             return leaf
         return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
 
-    return _edit_tree.each_leaf(trees, pattern, changed)
+    return each_leaf(trees, pattern, changed)
 
 
 @rule
@@ -164,7 +164,7 @@ def index(trees: Trees, pattern: str, number: int, axis: int = 0) -> Node:
         first = number % length
         return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
 
-    return _edit_tree.each_leaf(trees, pattern, changed)
+    return each_leaf(trees, pattern, changed)
 
 
 @rule
@@ -188,7 +188,7 @@ def unreplicate(trees: Trees, pattern: str = ".*") -> Node:
             return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
         return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-    return _edit_tree.each_leaf(trees, pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
+    return each_leaf(trees, pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
 
 
 @rule
@@ -240,7 +240,7 @@ def resize(
             result = _interpolated(grid.reshape(before), after, method, antialias)
             result = _checked_cast(result, value.dtype, what)
             if not skip:
-                return result.reshape(whole)
+                return result if result.shape == whole else result.reshape(whole)
             parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
             return np.concatenate(parts, at, out=memory.empty(whole, value.dtype))
 
@@ -283,9 +283,7 @@ def apply(trees: Trees, pattern: str, function: Callable[[Any], Any]) -> Node:
 
         return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
 
-    return _edit_tree.each_leaf(
-        trees, pattern, changed, "leaf", lambda leaf: isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
-    )
+    return each_leaf(trees, pattern, changed, "leaf", lambda leaf: isinstance(leaf, Array) and not is_key(leaf))
 
 
 @rule
@@ -303,9 +301,7 @@ def wrap_key_data(trees: Trees, pattern: str, impl: str | None = None) -> Node:
             raise ValueError(f"not data of keys of {name} ({error}); name another impl, or do not match it") from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
-    return _edit_tree.each_leaf(
-        trees, pattern, changed, "array of uint32", lambda leaf: is_array(leaf) and leaf.dtype == np.uint32
-    )
+    return each_leaf(trees, pattern, changed, "array of uint32", lambda one: is_array(one) and one.dtype == np.uint32)
 
 
 @rule
@@ -315,9 +311,7 @@ def key_data(trees: Trees, pattern: str) -> Node:
     def changed(leaf: LeafHandle, *_: Any) -> Node:
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
-    return _edit_tree.each_leaf(
-        trees, pattern, changed, "PRNG key", lambda leaf: isinstance(leaf, LeafHandle) and is_key(leaf)
-    )
+    return each_leaf(trees, pattern, changed, "PRNG key", lambda leaf: isinstance(leaf, LeafHandle) and is_key(leaf))
 
 
 def _kind_of(dtype: np.dtype[Any]) -> str | None:
@@ -331,8 +325,8 @@ def _kind_of(dtype: np.dtype[Any]) -> str | None:
 
 def _each_number(trees: Trees, pattern: str, change: Change, kind: str) -> Node:
     """Change the arrays of one kind of numbers; see `_edit_tree.each_leaf`."""
-    return _edit_tree.each_leaf(
-        trees, pattern, change, f"array of {kind}", lambda leaf: is_array(leaf) and _kind_of(leaf.dtype) == kind
+    return each_leaf(
+        trees, pattern, change, f"array of {kind}", lambda one: is_array(one) and _kind_of(one.dtype) == kind
     )
 
 

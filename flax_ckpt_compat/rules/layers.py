@@ -193,11 +193,8 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
         usual = max(dict.fromkeys(kinds), key=kinds.count)
         for path, one in zip(full, kinds, strict=True):
             if one != usual:
-                text = (
-                    "not there"
-                    if one is None and node_at(tree, path) is None
-                    else _edit_tree.describe(node_at(tree, path))
-                )
+                is_there = one is not None or node_at(tree, path) is not None
+                text = _edit_tree.describe(node_at(tree, path)) if is_there else "not there"
                 like = show_path(full[kinds.index(usual)])
                 raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
         leaves = [node[below] for node in nodes]

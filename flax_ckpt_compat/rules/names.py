@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules._edit_tree import prefix_in
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Rule, Trees, applied, misfit, named, rule
 
@@ -94,7 +95,7 @@ def _moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drop
     """Give every leaf at or below some key paths another beginning of its own; if it ``stays``, add a copy there."""
 
     def new_paths(path: Path) -> list[Path]:
-        start = _edit_tree.prefix_in(path, ends)
+        start = prefix_in(path, ends)
         if start is None:
             return [] if drops_rest else [path]
         end = ends[start] + path[len(start) :]
@@ -116,9 +117,7 @@ def _as_array(leaf: Node, wanted: Node) -> Derived | None:
 def drop(trees: Trees, *patterns: str) -> Node:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``."""
     dropped = _patterns.select(trees.stored, _patterns.some(patterns))
-    return _edit_tree.remap(
-        trees.stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path]
-    )
+    return _edit_tree.remap(trees.stored, lambda path: [path] if prefix_in(path, dropped) is None else [])
 
 
 @rule
@@ -257,7 +256,7 @@ def _from_names(trees: Trees, fills: Mapping[str, _patterns.Fill]) -> Node:
     wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
     def new_paths(path: Path) -> list[Path]:
-        was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, sources))
+        was_taken, has_place = (prefix_in(path, ends) is not None for ends in (taken, sources))
         return [path] if path in wanted or not was_taken or has_place else []
 
     return _edit_tree.remap(tree, new_paths)

@@ -170,9 +170,8 @@ class _Group:
         (_, *place), places = _places(self.wanted)[state], _places(self.stored)
         if len({places[one][0] for one in equal}) == 1:  # members of a chain have an order, and names have none
             there = [one for one in equal if [*places[one][1:]] == place]
-            equal = [
-                one for one in there if state.is_in_order or numbers == list(filter(str.isdecimal, one.path))
-            ] or equal
+            same = [one for one in there if state.is_in_order or numbers == list(filter(str.isdecimal, one.path))]
+            equal = same or equal
         if len(equal) > 1 and (not moments or _overlap(moments, equal)):
             raise self._ambiguous([(state, one) for one in equal])
         return equal[0] if equal else None  # others have other parameters; `taken` adds those

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Container, iter_leaves
+from flax_ckpt_compat._trees import state_dict
 from tests.support.stored import count, flat, stored, values
 
 TREE = {
@@ -144,6 +145,13 @@ def test_containers_survive() -> None:
         for name in path:
             node = node.children[name]
         assert node.container is Container.LIST, rule
+    for rule, expected in (
+        (rules.rename({"x/0": "y/0", "y/0": "x/0"}), Container.TUPLE),
+        (rules.rename({"x": "y", "y": "x"}), Container.LIST),
+        (rules.rename({"x": "y", "y": "x", "b": "c"}), Container.LIST),
+    ):
+        swapped = rule.apply(state_dict.describe({"x": [{"a": 1, "b": 2}, 2], "y": (3, {"b": 4})}), None)
+        assert swapped.children["y"].container is expected, rule
 
 
 @given(TREES)
@@ -165,6 +173,16 @@ def test_several_renames_at_once() -> None:
     tree = {"a": {"b": 1}, "b": {"a": 2}, "c": 3}
     check(tree, rules.rename({"a": "b", "b": "a"}), {"b/a": 1, "a/b": 2, "c": 3})
     check(tree, rules.rename({"a/b": "x", "a|b": "y", "c": "z/z"}), {"x": 1, "y/y": 2, "z/z": 3})
+
+
+def test_arguments_are_those_of_the_call() -> None:
+    """A mapping or list that the caller changes later does not change the rule."""
+    names, numbers = {"a": "x"}, [1, 0]
+    renaming, transposing = rules.rename(names), rules.transpose("w", numbers)
+    names["b"] = names.pop("a")
+    numbers.reverse()
+    check({"a": 1, "b": 2}, renaming, {"x": 1, "b": 2})
+    assert transposing.apply(stored({"w": np.ones((2, 3))}), None).children["w"].shape == (3, 2)
 
 
 def test_a_function_gives_the_new_name() -> None:

@@ -176,6 +176,7 @@ SENSELESS: list[tuple[Any, str]] = [
     (lambda: rules.rename({"a": "b"}, "c"), "rename"),
     (lambda: rules.rename("a"), "rename"),
     (lambda: rules.rename({}), "rename"),
+    (lambda: rules.rename({"a": None}), "rename.*text or a function, found None"),
     (lambda: rules.drop("("), r"literally it is '\\\\\('"),
     (lambda: rules.from_target(), "at least one path"),
     (lambda: rules.from_target(""), "at least one path"),
