@@ -351,8 +351,9 @@ def test_what_was_set_aside_comes_back(dies: bool, kind: str, final: str, monkey
     make(final, "old", kind)
     aside = temporaries.temporary_path(final, "old")
     os.rename(final, aside)
-    renamed = threading.Timer(0.1, make, [final, "new", kind])
+    renamed = threading.Timer(0.1, os.rename, [f"{final}_made", final])  # whole, as a writer does it
     if not dies:
+        make(f"{final}_made", "new", kind)
         renamed.start()
     assert atomic.restore_set_aside(os.path.dirname(final), left(Path(final).parent)) == ["c_1"]
     assert read(final) == ("old" if dies else "new")
