@@ -211,8 +211,6 @@ class Location:
 
     def identity(self) -> tuple[int, int, int] | None:
         """Return device, inode and time of change; None if nothing is here, and in stores, which have none."""
-        if self.is_remote:
-            return None
         try:
             status = os.stat(self.path)
         except OSError:
@@ -227,12 +225,12 @@ class Location:
 
     def resolve(self) -> str:
         """Return the path without symbolic links, by which two spellings of one folder are the same."""
-        return self.path if self.is_remote else os.path.realpath(self.path)
+        return os.path.realpath(self.path)
 
     def why_too_long(self) -> str | None:
         """Return why no file can have a path of this length, or None if one can, or its store decides."""
         size, *names = (len(name.encode(errors="replace")) for name in (self.path, *self.path.split(os.sep)))
-        if self.is_remote or (size < _MAX_PATH and max(names) <= _MAX_NAME):
+        if size < _MAX_PATH and max(names) <= _MAX_NAME:
             return None
         return f"{size} bytes, with a name of {max(names)}, are more than the file system allows"
 
@@ -260,7 +258,7 @@ class Location:
 
     def restore_set_aside(self, names: Collection[str]) -> list[str]:
         """Put back checkpoints among these names that a dead writer had set aside; return their names."""
-        return [] if self.is_remote else atomic.restore_set_aside(self.path, names)
+        return atomic.restore_set_aside(self.path, names)
 
     def temporary_path(self) -> str:
         """Return a local path, for `temporaries`, to write a checkpoint to before `publish` gives it this one."""

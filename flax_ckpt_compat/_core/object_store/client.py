@@ -44,8 +44,10 @@ def imported(url: str, package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        message = f"{url}: {split(url)[0]}:// needs the package {package}: pip install {package}"
-        raise StorageError(message, path=url) from error
+        scheme = split(url)[0]
+        message = f"{url}: {scheme}:// needs the package {package}: pip install {package}"
+        extra = "gcs" if scheme == "gs" else scheme
+        raise StorageError(f"{message}, or this package with its extra `{extra}`", path=url) from error
 
 
 def split(url: str) -> tuple[str, str, str]:
@@ -191,7 +193,7 @@ class Client:
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
             reason = "it did not answer in time"
         what = "the credentials, which may be missing or have expired, the endpoint and the network"
-        remedy = remedy or ("use a shorter path" if len(url) > _LONG_URL else f"check {what} ({self.access})")
+        remedy = remedy or f"check {what} ({self.access})" + ", or use a shorter path" * (len(url) > _LONG_URL)
         return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
 
     def prepare(self, url: str) -> None:

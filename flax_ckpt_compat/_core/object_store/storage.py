@@ -92,6 +92,15 @@ class ObjectLocation(Location):
         found = self._inside().values() or [self._file()]
         return sum(stat.size for stat in found if stat is not None)
 
+    def identity(self) -> None:
+        return None
+
+    def resolve(self) -> str:
+        return self.path
+
+    def why_too_long(self) -> None:
+        return None
+
     def watch(self) -> Callable[[], bool]:
         def versions(found: dict[str, Stat]) -> Set[tuple[str, str]]:
             return {(name, one.version) for name, one in found.items() if not is_upload_marker(name)}
@@ -127,6 +136,9 @@ class ObjectLocation(Location):
         if found is not None and COMMIT_FILE not in inside:
             return not found.size
         return is_unfinished(inside)
+
+    def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
+        return []
 
     def temporary_path(self) -> str:
         """Return a path in this user's folder for temporary files, and remove those of dead writers."""

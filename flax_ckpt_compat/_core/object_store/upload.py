@@ -63,6 +63,9 @@ class Upload:
         if not self._client.shares_names:
             self._client.delete(self.folder)
         self.marker = commit.new_marker(max(int(time.time()), commit.time_of(commit.last_marker(found)) + 1))
+        self._put_marker(data)
+
+    def _put_marker(self, data: Collection[str]) -> None:
         self.write(self.marker, "\n".join(data).encode())
 
     def _put_commit_file(self, version: str) -> None:
@@ -141,7 +144,7 @@ class Upload:
         except BaseException:
             with suppress(StorageError):
                 if self._has_begun:  # others may count on what is there; so it names itself unfinished
-                    self.write(self.marker, "\n".join(data).encode())
+                    self._put_marker(data)
                 else:
                     self._delete([*parts, self.marker])
             raise
