@@ -41,7 +41,9 @@ class CheckpointError(Exception):
     def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None, **attributes: Any):
         super().__init__(sanitize(message, path, leaf))
         self.path, self.leaf = path, leaf
-        for name, value in attributes.items():  # those of a subclass
+        for name, value in attributes.items():
+            if not hasattr(self, name):  # a subclass gives each of its own a default
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
             setattr(self, name, value)
 
 

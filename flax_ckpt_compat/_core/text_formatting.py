@@ -112,27 +112,31 @@ def fold(rows: Iterable[Row]) -> list[Row]:
 
 def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
     """Like `fold`; return each row with those that it replaces. Rows with names that go elsewhere in turn stay."""
-    alike: dict[Any, list[Row]] = {}
+    alike: dict[Any, list[tuple[Row, list[str]]]] = {}  # those of one text between the numbers, with their numbers
     for row in rows:
-        literals = tuple(tuple(_NUMBER.split(name)[::2]) for name in row.names)
-        alike.setdefault((literals, row.detail), []).append(row)
-    groups = (([group] if _is_parallel(group) else [[row] for row in group]) for group in alike.values())
-    return [(_folded(group), group) for some in groups for group in some]
+        parts = list(map(_NUMBER.split, row.names))
+        numbers = [number for one in parts for number in one[1::2]]
+        alike.setdefault((tuple(tuple(one[::2]) for one in parts), row.detail), []).append((row, numbers))
+    found = list[tuple[Row, list[Row]]]()
+    for (texts, detail), group in alike.items():
+        members, columns = [row for row, _ in group], list(zip(*(numbers for _, numbers in group), strict=True))
+        if _is_parallel(columns, len(texts[0]) - 1):
+            found.append((Row(_folded(members[0].names, columns), detail, len(members)), members))
+        else:
+            found += [(row, [row]) for row in members]
+    return found
 
 
-def _is_parallel(group: list[Row]) -> bool:
-    """Return whether each number of later names is one of the first, or a constant away: 0..3 beside 3..0 are not."""
-    numbers = [list(map(int, _NUMBER.findall("/".join(row.names)))) for row in group]
-    steps = [[number - column[0] for number in column] for column in zip(*numbers, strict=True)]
-    own = len(_NUMBER.findall(group[0].names[0]))
+def _is_parallel(columns: Sequence[Sequence[str]], own: int) -> bool:
+    """Return whether each column is one of the first ``own``, or a constant away: 0..3 beside 3..0 are not."""
+    steps = [[int(number) - int(column[0]) for number in column] for column in columns]
     return all(one in steps[:own] or not any(one) for one in steps[own:])
 
 
-def _folded(group: list[Row]) -> Row:
-    """Return one row for rows that are alike but for numbers, with the set of these in each place."""
-    sets = map(_set, zip(*(_NUMBER.findall("/".join(row.names)) for row in group), strict=True))
-    names = tuple(_NUMBER.sub(lambda _: next(sets), name) for name in group[0].names)
-    return Row(names, group[0].detail, len(group))
+def _folded(names: Sequence[str], columns: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Return names with the set of the numbers in each place."""
+    sets = map(_set, columns)
+    return tuple(_NUMBER.sub(lambda _: next(sets), name) for name in names)
 
 
 def _set(numbers: Iterable[str]) -> str:

@@ -42,6 +42,11 @@ class Task:
         self._value: Any = None
         self._error: BaseException | type[BaseException] | None = None
 
+    @property
+    def runs_here(self) -> bool:
+        """Return whether this thread is within the task, as a signal handler that interrupted it is."""
+        return self.thread == threading.get_ident() and not self.done
+
     def run(self) -> None:
         """Run the task unless a thread does, or did."""
         for function, args in self._call:
@@ -66,7 +71,7 @@ class Task:
 
     def wait(self, timeout: float = math.inf) -> bool:
         """Wait until the task has ended, at most so many seconds; return whether it has."""
-        if self.thread == threading.get_ident() and not self.done:  # such as in a signal handler that interrupted it
+        if self.runs_here:
             raise RuntimeError("a task cannot wait for its own end")
         end = time.monotonic() + timeout
         while not self.done and (left := end - time.monotonic()) > 0:

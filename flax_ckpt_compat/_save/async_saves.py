@@ -232,7 +232,7 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
 def wait_for_multiprocess_saves(directory: Location) -> None:
     """Wait for this process's multi-process saves before a look-up: processes with the same saves find the same."""
     for save in saves_into(directory):
-        if save.lookup_timeout is not None and (save.task.thread != threading.get_ident() or save.task.done):
+        if save.lookup_timeout is not None and not save.task.runs_here:
             save.task.wait(save.lookup_timeout)
 
 
