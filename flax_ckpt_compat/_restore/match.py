@@ -189,7 +189,7 @@ class _Planner:
             self._plan.leaves.append(plan_leaf(path, stored, target))
         elif isinstance(stored, Derived):
             self._plan.leaves.append(self._leaf_planner.derived(path, stored, target))
-        elif isinstance(stored, dict | list):
+        elif isinstance(stored, dict | list):  # decoded numbers, which are given as they are
             self._plan.leaves.append(LeafPlan(path, Own.KEEP_TARGET, stored))
         elif not isinstance(stored, Branch):  # one without children
             self._plan.leaves.append(LeafPlan(path, stored, target))

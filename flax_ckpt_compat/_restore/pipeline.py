@@ -140,7 +140,7 @@ def _with_numbers(node: Node) -> Node:
         return node
     if (values := getattr(node, "values", None)) is not None:
         return values.copy()
-    children = dict(node.children)
+    children = dict[str, Node]()
     for name, child in node.children.items():  # no comprehension, which would take a second call for each level
         children[name] = _with_numbers(child)
     return Branch(children, node.container, node.int_keys, node.type_name)

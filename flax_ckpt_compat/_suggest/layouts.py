@@ -91,7 +91,7 @@ def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
 
 
 class Form(NamedTuple):
-    """How one subtree holds the layers of a row."""
+    """The way in which one subtree holds the layers of a row."""
 
     axis: int
     groups: tuple[int, ...]  # the lengths of the first two axes, if they are those of the layers

@@ -46,10 +46,21 @@ matches nothing, or what it matches does not fit. They raise ``NameCollisionErro
 from __future__ import annotations
 
 from flax_ckpt_compat.rules._rule import Rule
-from flax_ckpt_compat.rules.arrays import apply, cast, cut, index, key_data, merge_axes, pad, reshape, resize
-
-# isort: split
-from flax_ckpt_compat.rules.arrays import split_axis, transpose, unreplicate, wrap_key_data
+from flax_ckpt_compat.rules.arrays import (
+    apply,
+    cast,
+    cut,
+    index,
+    key_data,
+    merge_axes,
+    pad,
+    reshape,
+    resize,
+    split_axis,
+    transpose,
+    unreplicate,
+    wrap_key_data,
+)
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
 from flax_ckpt_compat.rules.names import copy, drop, from_checkpoint, from_target, move, nest, rename, unwrap, wrap
 from flax_ckpt_compat.rules.old_flax import pre_linen, pre_optax

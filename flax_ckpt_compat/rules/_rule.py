@@ -43,7 +43,7 @@ def named(name: str) -> Iterator[None]:
 
 
 class Trees(NamedTuple):
-    """What a rule is applied to: the checkpoint's tree, the target's or None, and perhaps an `OpenTree`."""
+    """The trees that a rule is applied to: the checkpoint's, the target's or None; and perhaps an `OpenTree`."""
 
     stored: Node
     target: Node
