@@ -66,18 +66,15 @@ class Rule:
 
     Attributes:
         source: Python source of the call, such as ``rules.rename('Dense_0', 'encoder')``.
-        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None) and the target's
-            neutral tree, and returns a new checkpoint tree; it reads no arrays and changes neither.
-        opens: path and prefix of each other checkpoint that it opens, for which ``apply`` also takes an ``OpenTree``.
+        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None), the target's
+            neutral tree and perhaps an ``OpenTree``, and returns a new checkpoint tree; it reads no arrays and changes
+            neither.
+        opens: path and prefix of each other checkpoint that it opens, for which ``apply`` needs the ``OpenTree``.
     """
 
     source: str
     apply: Apply = dataclasses.field(repr=False, compare=False)
     opens: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
-
-    def apply_to(self, tree: Node, target: Node, open_tree: OpenTree) -> Node:
-        """Apply it, with the means to open another checkpoint if it needs that."""
-        return self.apply(tree, target, open_tree) if self.opens else self.apply(tree, target)
 
     def __str__(self) -> str:
         return self.source
@@ -96,8 +93,8 @@ def rule(change: Callable[Concatenate[Trees, _Given], Node]) -> Callable[_Given,
         for name, value in bound.items():  # what the caller may change later
             if isinstance(value, Mapping | list | np.ndarray):
                 bound[name] = dict(value) if isinstance(value, Mapping) else copy.copy(value)
-        given = [(one, bound[one.name]) for one in parameters if one.name in bound]
-        given = [(one, value if one.kind is one.VAR_POSITIONAL else (value,)) for one, value in given]
+        kinds = [signature.parameters[name] for name in bound]
+        given = [(one, bound[one.name] if one.kind is one.VAR_POSITIONAL else (bound[one.name],)) for one in kinds]
         for one, values in given:
             is_named = one is not parameters[0] and one.default is not one.empty and one.name != "replacement"
             words += [f"{one.name}={_shown(value)}" if is_named else _shown(value) for value in values]

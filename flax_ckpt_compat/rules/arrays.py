@@ -70,15 +70,16 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
         if length > size:
             raise ValueError(f"it has length {length} on axis {axis} already; see cut")
         shape = (*old[:at], size, *old[at + 1 :])
-        fill = _targets_own(own, shape, dtype) if isinstance(value, str) else _fill(value, dtype)
+        fill = (
+            _targets_own(own, shape, dtype) if isinstance(value, str) else np.broadcast_to(_fill(value, dtype), shape)
+        )
 
         def padded(stored: Any) -> Any:
             result = memory.empty(shape, dtype)
             new = (*(slice(None),) * at, slice(length, None))
-            own_part = np.asarray(fill)[new] if fill.ndim else fill  # of the target's, only the padding is used
-            is_cast = fill.ndim and _kind_of(dtype)
-            result[new] = _checked_cast(own_part, dtype, f"{what}: the target's own array") if is_cast else own_part
-            result[tuple(map(slice, old))] = stored
+            part = np.asarray(fill)[new]  # of the target's, only the padding is used
+            part = part if part.dtype == dtype else _checked_cast(part, dtype, f"{what}: the target's own array")
+            result[new], result[tuple(map(slice, old))] = part, stored
             return result
 
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
@@ -222,7 +223,7 @@ def resize(
 
     def changed(leaf: Array, what: str, _: Node) -> Node:
         before = old = leaf.shape or ()
-        at, length, whole, after = 0, 0, new, new
+        at, whole, after = 0, new, new
         if axis is not None:
             at, length = _edit_tree.axis_of(axis, old)
             side = round(max(length - skip, 0) ** (1 / len(new)))
@@ -237,12 +238,9 @@ def resize(
 
         def resized(value: Any) -> Any:
             kept, grid = np.split(value, [skip], at)
-            result = _interpolated(grid.reshape(before), after, method, antialias)
-            result = _checked_cast(result, value.dtype, what)
-            if not skip:
-                return result if result.shape == whole else result.reshape(whole)
-            parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
-            return np.concatenate(parts, at, out=memory.empty(whole, value.dtype))
+            result = _checked_cast(_interpolated(grid.reshape(before), after, method, antialias), value.dtype, what)
+            result = result.reshape(*whole[:at], whole[at] - skip, *whole[at + 1 :])
+            return np.concatenate([kept, result], at, out=memory.empty(whole, value.dtype))
 
         return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
@@ -378,11 +376,9 @@ def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
 
 def _targets_own(own: Node, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the target's array, which must have this shape, this kind of dtype and local values."""
-    if not isinstance(own, np.ndarray) and not (is_jax_array(own) and own.is_fully_addressable):
-        what = "abstract" if hasattr(own, "shape") else "not an array"
-        raise ValueError(f"the target's own is {what}, so that it has no values to fill with; give a number as value")
-    kind = _kind_of(dtype)
-    if tuple(own.shape) != shape or (_kind_of(np.dtype(own.dtype)) != kind if kind else own.dtype != dtype):
-        found = f"{own.dtype}{list(own.shape)}, which does not become {dtype}{list(shape)}"
-        raise ValueError(f"the target's own is {found}; give a number as value")
-    return own
+    found, kind = "abstract" if hasattr(own, "shape") else "not an array", _kind_of(dtype)
+    if isinstance(own, np.ndarray) or (is_jax_array(own) and own.is_fully_addressable):
+        found = f"{own.dtype}{list(own.shape)}"
+        if tuple(own.shape) == shape and (_kind_of(np.dtype(own.dtype)) == kind if kind else own.dtype == dtype):
+            return own
+    raise ValueError(f"the target's own is {found}, which does not become {dtype}{list(shape)}; give a number as value")

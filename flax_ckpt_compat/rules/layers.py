@@ -35,16 +35,11 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         raise TransformError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
     def row(place: Path, nodes: Nodes) -> list[Path]:
-        layers: dict[int, Path] = {}
-        for path, match in nodes.items():
-            if not (match[1] or "").isdecimal():
-                raise misfit(path, f"has {match[1]!r} where the group matches, expected a number")
-            if (other := layers.setdefault(int(match[1]), path)) != path:
-                raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
-        numbers = sorted(layers)
-        if numbers != [*range(first, first + len(numbers))]:
-            raise misfit(place, f"has numbers {numbers}, expected consecutive ones from first={first} on")
-        return [layers[one] for one in numbers]
+        numbers = {path: int(match[1]) if (match[1] or "").isdecimal() else -1 for path, match in nodes.items()}
+        if sorted(numbers.values()) != [*range(first, first + len(nodes))]:
+            found = one_line(match[1] or "none" for match in nodes.values())
+            raise misfit(place, f"has numbers {found}, expected consecutive ones from first={first} on")
+        return sorted(nodes, key=lambda path: numbers[path])
 
     def widened(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         at, _ = _edit_tree.axis_of(axis, (*shape, 1))
@@ -97,10 +92,8 @@ def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
         is_whole = siblings.keys() == set(names) and len(nodes) == len(names)
         return [siblings[name] for name in names] if is_whole else []
 
-    def unchanged(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        return _edit_tree.axis_of(axis, shape)[0], shape
-
-    return _joining(trees, "|".join(map(re.escape, names)), into, row, unchanged)
+    pattern = "|".join(map(re.escape, names))
+    return _joining(trees, pattern, into, row, lambda shape: (_edit_tree.axis_of(axis, shape)[0], shape))
 
 
 @rule
@@ -180,11 +173,13 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
     """Yield the leaves below the first of several nodes, each joined with those of the others."""
 
     def kind(path: Path, leaf: Node) -> Any:
-        if not is_array(leaf):
+        if is_array(leaf):
+            with _edit_tree.fitting(path, leaf):
+                at, shape = part(leaf.shape)
+            return leaf.dtype, shape[:at], shape[at + 1 :]
+        if _has_no_value(leaf):
             return _edit_tree.describe(leaf)
-        with _edit_tree.fitting(path, leaf):
-            at, shape = part(leaf.shape)
-        return leaf.dtype, shape[:at], shape[at + 1 :]
+        raise misfit(path, f"is {_edit_tree.describe(leaf)}, expected an array; move it or drop it first")
 
     nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
     for below in dict.fromkeys(path for node in nodes for path in node):
@@ -198,8 +193,6 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
                 like = show_path(full[kinds.index(usual)])
                 raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
         leaves = [node[below] for node in nodes]
-        if isinstance(usual, str) and not _has_no_value(leaves[0]):
-            raise misfit(full[0], f"is {usual}, expected an array; move it or drop it first")
         yield full[0], _concatenated(leaves, part) if is_array(leaves[0]) else leaves[0]
 
 

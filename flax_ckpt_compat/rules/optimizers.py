@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -87,11 +88,10 @@ def _fields(nodes: Iterable[Branch]) -> str:
 
 def _place(tree: Node, pattern: str, whose: str) -> Path:
     """Return the only key path that a pattern matches."""
-    first, *others = _patterns.select(tree, [pattern], whose=whose)
-    if others:
-        shown = one_line(map(show_path, (first, *others)))
-        raise TransformError(f"{pattern!r} must match one place in {whose}, found {shown}")
-    return first
+    found = list(_patterns.select(tree, [pattern], whose=whose))
+    if len(found) > 1:
+        raise TransformError(f"{pattern!r} must match one place in {whose}, found {one_line(map(show_path, found))}")
+    return found[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class _State:
     def moments(self) -> set[Path]:
         """Return the paths of the leaves that belong to parameters."""
         leaves = self.leaves.items()
-        return {path for path, leaf in leaves if _shape(leaf) or len(path) - (path[-1] == _NNX_VALUE) > 1}
+        return {path for path, leaf in leaves if shape_and_dtype(leaf)[0] or len(path) - (path[-1] == _NNX_VALUE) > 1}
 
     def common(self, other: _State) -> list[Path]:
         """Return paths of the leaves that another state has in the same shape: of a parameter all moments, or none."""
@@ -148,11 +148,10 @@ class _Group:
                     raise self._ambiguous([(state, source), (other, source)])
                 taken[(*state.path, *path)] = source.leaves[path]
             # Several optimizers may have become one: take its other moments from states that are not used otherwise.
-            more: dict[Path, list[Node]] = {}
-            for one in spare:
-                for path in () if _overlap(moments, [source, one]) else common[one]:
-                    more.setdefault(path, []).append(one.leaves[path])
-            taken |= {(*state.path, *path): one[0] for path, one in more.items() if path in moments and len(one) == 1}
+            more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in common[one]]
+            counts = Counter(path for _, path in more)
+            more = [(one, path) for one, path in more if path in moments and counts[path] == 1]
+            taken |= {(*state.path, *path): one.leaves[path] for one, path in more}
         return taken
 
     def _chosen(self, state: _State, common: dict[_State, list[Path]]) -> _State | None:
@@ -217,9 +216,8 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
         for node in (old, own)
     )
     if bool(there) == bool(here):
-        where = "both states have" if here else "neither state has"
-        problem = f"{where} {show_path(part)} below its moments, so that it is neither taken away nor added"
-        raise TransformError(problem, leaf=show_path(part))
+        where, shown = "both states have" if here else "neither state has", show_path(part)
+        raise TransformError(f"{where} {shown} below its moments, so it is neither taken away nor added", leaf=shown)
 
     def new_paths(path: Path) -> list[Path]:
         for end, name in enumerate(path, 1):
@@ -268,13 +266,9 @@ def _alike(first: Branch, second: Branch) -> bool:
     return all(is_empty(fields[name]) for name in first.children.keys() ^ second.children.keys())
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return shape_and_dtype(leaf)[0] or ()
-
-
 def _fits(stored: Any, own: Any) -> bool:
     """Return whether a stored leaf has the shape of the target's."""
-    if not isinstance(stored, LeafHandle | Derived):
-        return False
-    shape = stored.shape[: len(_shape(own))] if isinstance(stored, LeafHandle) and is_key(stored) else stored.shape
-    return shape == _shape(own)
+    (shape, _), (wanted, _) = shape_and_dtype(stored), shape_and_dtype(own)
+    if shape is not None and isinstance(stored, LeafHandle) and is_key(stored):
+        shape = shape[: len(wanted or ())]  # without that of a key's data
+    return shape == (wanted or ())
