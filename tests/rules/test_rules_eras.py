@@ -1,10 +1,11 @@
-"""Rules for checkpoints of earlier eras: pre-linen names as real Flax has them, flax.optim's states by its formulas.
+"""Rules for checkpoints of earlier eras: pre-linen names as real Flax has them, and flax.optim's states.
 
-flax.optim is gone; its layout and its update formulas are written down here as its last releases had them.
+flax.optim is gone; its layout is written down here as its last releases had it. Its Adam and Momentum were optax's.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -61,50 +62,27 @@ def test_pre_linen_elsewhere() -> None:
 
 PARAMS = {"Dense_0": {"kernel": count((2, 3)) / 7, "bias": count((3,))}, "temperature": np.float32(2)}
 GRADS = [jax.tree.map(lambda leaf, n=n: np.asarray(np.cos(leaf + n), np.float32), PARAMS) for n in range(4)]
-RATE, BETA, BETA2, EPS = 0.1, 0.9, 0.999, 1e-8
+RATE = 0.1
+ADAM, MOMENTUM = optax.adam(RATE), optax.sgd(RATE, momentum=0.9)
+# Field of optax's state → flax.optim's, whose Adam and Momentum keep the same exponential means, sums and steps.
+FIELDS = {"mu": "grad_ema", "nu": "grad_sq_ema", "trace": "momentum"}
 
 
-def adam_state() -> dict[str, Any]:
-    """``optimizer`` of a checkpoint of flax.optim.Adam after three steps: exponential means of gradient and square."""
-    params: Any = PARAMS
-    means = jax.tree.map(lambda leaf: {"grad_ema": 0 * leaf, "grad_sq_ema": 0 * leaf}, params)
-    for step, grads in enumerate(GRADS[:3]):
-        params, means = adam_step(step, params, means, grads)
-    return {"target": params, "state": {"step": np.int32(3), "param_states": means}}
+def trained(optimizer: Any, steps: int) -> tuple[Any, Any]:
+    """Parameters and an optimizer's state after so many steps."""
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for grads in GRADS[:steps]:
+        updates, state = optimizer.update(grads, state)
+        params = optax.apply_updates(params, updates)
+    return params, state
 
 
-def adam_step(step: int, params: Any, means: Any, grads: Any) -> tuple[Any, Any]:
-    """One step of flax.optim.Adam."""
-    means = jax.tree.map(
-        lambda grad, old: {
-            "grad_ema": BETA * old["grad_ema"] + (1 - BETA) * grad,
-            "grad_sq_ema": BETA2 * old["grad_sq_ema"] + (1 - BETA2) * grad**2,
-        },
-        grads,
-        means,
-    )
-
-    def stepped(param: Any, new: Any) -> Any:
-        mean = new["grad_ema"] / (1 - BETA ** (step + 1))
-        square = new["grad_sq_ema"] / (1 - BETA2 ** (step + 1))
-        return np.asarray(param - RATE * mean / (np.sqrt(square) + EPS), np.float32)
-
-    return jax.tree.map(stepped, params, means), means
-
-
-def momentum_state() -> dict[str, Any]:
-    """``optimizer`` of a checkpoint of flax.optim.Momentum after three steps."""
-    params: Any = PARAMS
-    traces = jax.tree.map(lambda leaf: {"momentum": 0 * leaf}, params)
-    for grads in GRADS[:3]:
-        params, traces = momentum_step(params, traces, grads)
-    return {"target": params, "state": {"step": np.int32(3), "param_states": traces}}
-
-
-def momentum_step(params: Any, traces: Any, grads: Any) -> tuple[Any, Any]:
-    """One step of flax.optim.Momentum."""
-    traces = jax.tree.map(lambda grad, old: {"momentum": BETA * old["momentum"] + grad}, grads, traces)
-    return jax.tree.map(lambda param, new: np.float32(param - RATE * new["momentum"]), params, traces), traces
+def old_state(optimizer: Any) -> dict[str, Any]:
+    """``optimizer`` of a checkpoint of flax.optim after three steps."""
+    params, (state, *_) = trained(optimizer, 3)
+    fields = {FIELDS[name]: getattr(state, name) for name in state._fields if name in FIELDS}
+    means = jax.tree.map(lambda *one: dict(zip(fields, one, strict=True)), *fields.values())
+    return jax.tree.map(np.asarray, {"target": params, "state": {"step": np.int32(3), "param_states": means}})
 
 
 def apply(_: Any) -> None:
@@ -131,18 +109,21 @@ def nested(node: Any) -> Any:
     return {name: nested(child) for name, child in node.children.items()}
 
 
-ADAM = optax.adam(RATE, b1=BETA, b2=BETA2, eps=EPS)
+def goes_on(state: TrainState, optimizer: Any) -> None:
+    """The next step is the fourth of an optimizer."""
+    after, (expected, _) = state.apply_gradients(grads=GRADS[3]).params, trained(optimizer, 4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after, expected)
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize(
     "optimizer",
-    [ADAM, optax.chain(optax.clip(1e9), ADAM), optax.adam(lambda _: RATE, b1=BETA, b2=BETA2, eps=EPS)],
+    [ADAM, optax.chain(optax.clip(1e9), ADAM), optax.adam(lambda _: RATE)],
     ids=["adam", "chain", "schedule"],
 )
 def test_adam_goes_on_as_it_would_have(optimizer: Any, is_nested: bool, flag: bool, tmp_path: Path) -> None:
     """The next step of today's optimizer from the old checkpoint is the next step of flax.optim.Adam."""
-    old = adam_state()
+    old = old_state(ADAM)
     if is_nested:
         old["target"], old["state"]["param_states"] = (
             {"params": old["target"]},
@@ -156,24 +137,12 @@ def test_adam_goes_on_as_it_would_have(optimizer: Any, is_nested: bool, flag: bo
     assert int(restored.step) == 3
     counts = [leaf for name, leaf in flat(serialization.to_state_dict(restored.opt_state)).items() if "count" in name]
     assert all(int(leaf) == 3 for leaf in counts)
-    expected, _ = adam_step(3, adam_state()["target"], adam_state()["state"]["param_states"], GRADS[3])
-    jax.tree.map(
-        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6),
-        restored.apply_gradients(grads=GRADS[3]).params,
-        expected,
-    )
+    goes_on(restored, ADAM)
 
 
 def test_momentum_goes_on_as_it_would_have() -> None:
     """The next step from the old checkpoint is the next step of flax.optim.Momentum."""
-    restored = converted(stored({"optimizer": momentum_state()}), train_state(optax.sgd(RATE, momentum=BETA)))
-    old = momentum_state()
-    expected, _ = momentum_step(old["target"], old["state"]["param_states"], GRADS[3])
-    jax.tree.map(
-        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-6),
-        restored.apply_gradients(grads=GRADS[3]).params,
-        expected,
-    )
+    goes_on(converted(stored({"optimizer": old_state(MOMENTUM)}), train_state(MOMENTUM)), MOMENTUM)
 
 
 def shown(tree: Any, target: Any) -> set[str]:
@@ -251,7 +220,7 @@ def test_no_count_without_moments() -> None:
     """Where Momentum went before, today's Adam gets no count: without its moments the count would spoil its start."""
     params = jax.tree.map(jnp.asarray, PARAMS)
     target = {"params": params, "step": 0, "opt_state": ADAM.init(params)}
-    found = shown({"optimizer": momentum_state()}, target)
+    found = shown({"optimizer": old_state(MOMENTUM)}, target)
     assert {name for name in found if name.startswith("opt_state")} == {"opt_state/1"}
 
 
