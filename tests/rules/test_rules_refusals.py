@@ -51,6 +51,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     ({"q": count((2, 3)), "k": count((2, 3), np.float16)}, rules.fuse(["q", "k"], "qk"), r"k is float16\[2, 3\]"),
     ({"q": count((2, 3)), "k": count((4, 3))}, rules.fuse(["q", "k"], "qk"), r"k is float32\[4, 3\], unlike q"),
     ({"q": count((2, 3))}, rules.fuse(["q", "v"], "qv"), "matches nothing"),
+    ({"a/q": count((2,)), "a": {"q": 1, "k": count((2,))}}, rules.fuse(["a/q", "a/k"], "c"), "matches nothing"),
     (SMALL, rules.split("v", ["a", "b"]), "length 5 on the axis, which is not 2 equal parts"),
     (SMALL, rules.split("v", ["a", "b"], sizes=[2, 2]), r"parts of \[2, 2\]"),
     (SMALL, rules.split("v", ["a", "b"], axis=2), "no axis 2"),

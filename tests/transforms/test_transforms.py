@@ -125,6 +125,9 @@ def test_an_absent_source_is_told() -> None:
     with pytest.raises(TransformError, match=r"'\(\.\)1'.*takes z/q for a1,") as caught:
         Transforms({"(.)1": Transform("z/q")}).resolve("a1", lambda source: source == "a1", True)
     assert caught.value.leaf == "a1"
+    empty_then_kept = Transforms({".*": Transform("e"), "a": Transform(use_fallback=True)})
+    with pytest.raises(TransformError, match=r"'\.\*' takes e for a,"):
+        empty_then_kept.resolve("a", lambda _: False, is_empty=lambda source: source == "e")
     with pytest.raises(TransformError, match="use_fallback"):
         apply_transformations({}, {"f": Transform(use_fallback=True)}, {"f": 1}, default_to_original=False)
 

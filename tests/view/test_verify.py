@@ -18,6 +18,7 @@ from flax.training import checkpoints as flax_checkpoints
 import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, errors, verify
 from flax_ckpt_compat._core import backend
+from flax_ckpt_compat._discovery import opening
 from tests.support import corpus
 from tests.support.saves import use_flag
 
@@ -280,6 +281,19 @@ def test_unreadable(tmp_path: Path) -> None:
     one = only(tmp_path)
     assert one.state == "unreadable"
     assert verify(tmp_path).damaged
+
+
+def test_one_item_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the checkpoint unreadable, although another one is damaged."""
+    with ocp.CheckpointManager(tmp_path, item_names=("a", "b")) as manager:
+        manager.save(3, args=ocp.args.Composite(**{name: ocp.args.StandardSave({"w": np.ones(3)}) for name in "ab"}))
+    found = [errors.StorageError("refused"), errors.CorruptCheckpointError("damaged")]
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise found.pop(0)
+
+    monkeypatch.setattr(opening, "open_item", refuse)
+    assert only(tmp_path).state == "unreadable"
 
 
 def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
