@@ -19,15 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.contents import State, contents_of
-from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat.errors import UnrecognizedFormatError
 from tests.support.peers import ocp_v1
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
-from tests.support.saves import use_flag
 
 TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": {"n": np.int8([1])}}
 ZEROS = {"a": np.zeros((2, 3), np.float32), "b": {"n": np.int8([0])}}
@@ -36,15 +35,6 @@ ZEROS = {"a": np.zeros((2, 3), np.float32), "b": {"n": np.int8([0])}}
 def same(restored: Any, expected: Any = TREE) -> None:
     """Asserts equality to the last bit."""
     assert fingerprint(restored) == fingerprint(expected)
-
-
-def manager(root: Path, steps: list[int], **options: Any) -> None:
-    """Saves the tree at these steps with a CheckpointManager; the last one is TREE."""
-    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**options)) as made:
-        for step in steps:
-            tree = TREE if step == steps[-1] else ZEROS
-            made.save(step, args=ocp.args.PyTreeSave(tree))
-            made.wait_until_finished()
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "flax_model.msgpack", "7", "weights", "ViT.v1.0"])
@@ -90,20 +80,6 @@ def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(foreign, "may_be_msgpack_tree", removed)
     assert contents_of(location_of(tmp_path)).state is State.INCOMPLETE
-
-
-@pytest.mark.parametrize("target", [None, ZEROS], ids=["no target", "target"])
-def test_a_managers_root_step_and_item(target: Any, tmp_path: Path) -> None:
-    """CheckpointManager: its root gives the latest step, step= selects, a step directory and an item restore, too."""
-    manager(tmp_path, [9, 10])
-    same(checkpoints.restore_checkpoint(tmp_path, target))
-    same(checkpoints.restore_checkpoint(tmp_path, target, 10))
-    same(checkpoints.restore_checkpoint(tmp_path, target, step=9), ZEROS)
-    same(checkpoints.restore_checkpoint(tmp_path, target, step=10, prefix=""))
-    same(checkpoints.restore_checkpoint(tmp_path / "10", target))
-    same(checkpoints.restore_checkpoint(tmp_path / "10" / "default", target))
-    with pytest.raises(CheckpointNotFoundError, match=r"Matching checkpoint not found: .*9, 10"):
-        checkpoints.restore_checkpoint(tmp_path, target, step=11)
 
 
 def test_steps_of_other_prefixes_are_not_a_managers(tmp_path: Path) -> None:
@@ -166,24 +142,6 @@ def test_nothing_to_restore(there: str, tmp_path: Path, caplog: pytest.LogCaptur
         checkpoints.restore_checkpoint(path, target)
 
 
-@pytest.mark.parametrize("tree_is_there", [True, False])
-def test_databases_that_were_never_merged(tree_is_there: bool, tmp_path: Path) -> None:
-    """What processes wrote until process 0 died is incomplete: passed over as the latest, an error by name."""
-    with use_flag(True):
-        for step in (1, 2):
-            path = Path(checkpoints.save_checkpoint(tmp_path, {"a": np.ones(2000)}, step, keep=5))
-    (path / "ocdbt.process_0").mkdir()
-    for name in ("manifest.ocdbt", "d"):
-        (path / name).rename(path / "ocdbt.process_0" / name)
-    for file in path.iterdir():
-        if not file.is_dir() and not (tree_is_there and file.name == "_METADATA"):
-            file.unlink()
-    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
-    said = "the writers' databases were never merged" if tree_is_there else "there are arrays, but no _METADATA"
-    with pytest.raises(IncompleteCheckpointError, match=said):
-        checkpoints.restore_checkpoint(tmp_path, None, step=2)
-
-
 def test_an_array_that_is_named_like_a_database(tmp_path: Path) -> None:
     """Orbax 0.4.4 without OCDBT leaves one process' database, and an empty folder for each array, whatever its name."""
     for name in ("_METADATA", "checkpoint"):
@@ -208,15 +166,6 @@ def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
     (tmp_path / "checkpoint_1" / "a" / "0.0").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint_1.*'?a'?"):
         checkpoints.restore_checkpoint(tmp_path, ZEROS, orbax_transforms={})
-
-
-def test_unreadable_paths(tmp_path: Path) -> None:
-    """A dangling link is an error; a path below a file is nothing to restore."""
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="link"):
-        checkpoints.restore_checkpoint(tmp_path / "link", None)
-    (tmp_path / "file").write_bytes(b"\x80")
-    assert checkpoints.restore_checkpoint(tmp_path / "file" / "below", None) is None
 
 
 def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> None:
@@ -308,12 +257,3 @@ def test_random_bytes(content: bytes, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path / "f", None)
     except CheckpointError as error:
         assert str(tmp_path / "f") in str(error)
-
-
-def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
-    """A file without content is an error that says so, by path, by step, and alone; it is never the latest."""
-    (tmp_path / "checkpoint_2").touch()
-    for arguments in ((tmp_path / "checkpoint_2", None), (tmp_path, None, 2), (tmp_path, None)):
-        with pytest.raises(IncompleteCheckpointError, match="empty"):
-            checkpoints.restore_checkpoint(*arguments)
-    assert checkpoints.latest_checkpoint(tmp_path) is None

@@ -1,21 +1,51 @@
-"""EasyLM's streams, which are read and never written; Flax and msgpack write them here as EasyLM does."""
+"""Files of other programs, which are read and never written: numpy's, safetensors with its shards, EasyLM's streams."""
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import msgpack
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import safetensors
 from flax import serialization, traverse_util
+from safetensors.numpy import save_file
 
 import flax_ckpt_compat
-from flax_ckpt_compat import errors
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import ArraySlice
 from tests.support.layouts import assert_every_function_reads, assert_same
 
+PARAMS = {
+    "params": {
+        "embedding": {"kernel": np.arange(24, dtype=np.float32).reshape(2, 3, 4), "bias": np.arange(4.0)},
+        "Transformer": {"encoderblock_0": {"MlpBlock_3": {"kernel": np.asfortranarray(np.arange(6).reshape(2, 3))}}},
+        "cls": np.zeros((0, 3), np.float16),
+    },
+    "step": np.array(7),
+}
+TENSORS = {
+    "model.layers.0.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "model.layers.1.weight": np.arange(12, dtype=np.float16).reshape(4, 3),
+    "model.norm": np.array(2.5),
+    "ids": np.arange(5, dtype=np.int8),
+    "empty": np.zeros((0, 3), np.int64),
+}
+NESTED = traverse_util.unflatten_dict(TENSORS, sep=".")
 EASYLM = {
     "step": np.int32(80000),
     "params": {
@@ -35,10 +65,310 @@ def stream(state: Any) -> bytes:
     return b"".join(packer.pack((key, serialization.to_bytes(leaf))) for key, leaf in leaves.items())
 
 
-def test_every_function_reads_a_stream(tmp_path: Path) -> None:
-    """By its own path."""
-    (tmp_path / "it-7").write_bytes(stream(EASYLM))
-    assert_every_function_reads(tmp_path / "it-7", EASYLM, "stream", tmp_path / "converted")
+def index(folder: Path) -> Path:
+    """Two shards, and the index that says which tensor is in which."""
+    names = list(TENSORS)
+    files = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for name, tensors in files.items():
+        save_file({tensor: TENSORS[tensor] for tensor in tensors}, folder / name)
+    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    content = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+    return folder / "model.safetensors.index.json"
+
+
+Write = Callable[[dict[str, Any], Path], object]
+WRITERS: dict[str, Write] = {
+    "a.safetensors": save_file,
+    "a.npz": lambda tree, path: np.savez(path, **tree),
+    "packed.npz": lambda tree, path: np.savez_compressed(path, **tree),
+}
+FLAT = traverse_util.flatten_dict(PARAMS, sep="/")
+# Name → the format that is announced, what it holds, and what writes it, unless that is its name's writer.
+SOURCES: dict[str, tuple[str, Any, Callable[[Path], object]]] = {
+    "a.npz": ("npz", PARAMS, lambda path: np.savez(path, **FLAT)),
+    "packed.npz": ("npz", PARAMS, lambda path: np.savez_compressed(path, **FLAT)),
+    "model.safetensors": ("safetensors", NESTED, lambda path: save_file(TENSORS, path)),
+    "model.safetensors.index.json": ("safetensors", NESTED, lambda path: index(path.parent)),
+    "it-7": ("stream", EASYLM, lambda path: path.write_bytes(stream(EASYLM))),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_function_reads_it(name: str, tmp_path: Path) -> None:
+    """Names with separators are nested; arrays in Fortran's order have the same values, and memory of their own."""
+    format, expected, write = SOURCES[name]
+    write(tmp_path / name)
+    assert_every_function_reads(tmp_path / name, expected, format, tmp_path / "converted")
+    for array in jax.tree.leaves(flax_ckpt_compat.restore(tmp_path / name)):
+        if isinstance(array, np.ndarray):
+            array[...] = 0
+    assert_same(flax_ckpt_compat.restore(tmp_path / name), expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_it_becomes(name: str, tmp_path: Path) -> None:
+    """Real Flax reads the file, and real Orbax the step."""
+    SOURCES[name][2](tmp_path / name)
+    flax_ckpt_compat.convert(tmp_path / name, tmp_path / "msgpack", "msgpack")
+    assert_same(serialization.msgpack_restore((tmp_path / "msgpack").read_bytes()), NESTED)
+    flax_ckpt_compat.convert(tmp_path / name, tmp_path / "steps", "manager", step=3)
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        found = manager.restore(3, args=ocp.args.StandardRestore())
+    assert_same([found["model"]["norm"], found["empty"]], [TENSORS["model.norm"], TENSORS["empty"]])
+
+
+@pytest.fixture(params=WRITERS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Write]:
+    """Where a file of each kind will be, and what writes it."""
+    return tmp_path / request.param, WRITERS[request.param]
+
+
+SHAPES = [(), (0, 3), (1,), (7,), (300, 5), (2, 3, 4), (40_000,)]
+PARTS: list[tuple[str, tuple[slice, ...]]] = [
+    ("int8_0", ()),
+    ("int8_1", (slice(0, 0), slice(1, 3))),
+    ("float64_3", (slice(2, 5),)),
+    ("float32_4", (slice(1, 2), slice(0, 5))),
+    ("float32_4", (slice(0, 300), slice(1, 3))),
+    ("float64_5", (slice(1, 2), slice(0, 3), slice(1, 2))),
+    ("float64_6", (slice(39_990, 40_000),)),
+]
+
+
+def _tree(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        f"{np.dtype(dtype).name}_{number}": rng.integers(0, 100, shape).astype(dtype)
+        for number, shape in enumerate(SHAPES)
+        for dtype in (np.float32, np.int8, np.float64)
+    }
+
+
+def test_arrays_and_parts_of_them(written: tuple[Path, Write]) -> None:
+    """As numpy has them: small and large, empty ones, rows, columns, and single elements."""
+    path, write = written
+    tree = _tree(0)
+    write(tree, path)
+    assert_same(flax_ckpt_compat.restore(path), tree)
+    with flax_ckpt_compat.open_checkpoint(path) as view:
+        leaves = view.leaves()
+        parts = [ArraySlice(leaves[name], index) for name, index in PARTS]
+        for (name, index), found in zip(PARTS, leaves["int8_0"].reader.read(parts), strict=True):
+            np.testing.assert_array_equal(found, tree[name][index])
+
+
+def test_slices_of_streams_are_read_alone(tmp_path: Path) -> None:
+    """A slice of one leaf is what numpy cuts out."""
+    (tmp_path / "a").write_bytes(stream(EASYLM))
+    with flax_ckpt_compat.open_checkpoint(tmp_path / "a") as view:
+        handle = view.leaves()["params/params/large"]
+        (found,) = handle.reader.read([ArraySlice(handle, (slice(17, 19), slice(3, 5)))])
+    np.testing.assert_array_equal(found, EASYLM["params"]["params"]["large"][17:19, 3:5])
+
+
+def test_what_replaces_a_file_is_not_mixed_in(written: tuple[Path, Write]) -> None:
+    """A reader that was opened gives the arrays of the file as it was."""
+    path, write = written
+    write(_tree(1), path)
+    with flax_ckpt_compat.open_checkpoint(path) as view:
+        write(_tree(2), path.with_name(f"new-{path.name}"))
+        os.replace(path.with_name(f"new-{path.name}"), path)
+        assert_same(view.read(), _tree(1))
+    assert_same(flax_ckpt_compat.restore(path), _tree(2))
+
+
+def test_a_file_that_is_cut_off_while_it_is_open(written: tuple[Path, Write]) -> None:
+    """The error names it; nothing that is not there is returned."""
+    path, write = written
+    write(_tree(3), path)
+    with flax_ckpt_compat.open_checkpoint(path) as view:
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises((errors.CorruptCheckpointError, errors.StorageError), match=str(path)):
+            view.read()
+
+
+FORKS_BESIDE_THREADS = """
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+import flax_ckpt_compat
+np.savez(sys.argv[1], **{str(number): np.full(50_000, number) for number in range(4)})
+with flax_ckpt_compat.open_checkpoint(sys.argv[1]) as view, ThreadPoolExecutor(2) as threads:
+    is_right = lambda: all((array == int(name)).all() for name, array in view.read().items())
+    others, children = [threads.submit(lambda: all(is_right() for _ in range(5))) for _ in range(2)], []
+    for _ in range(2):
+        if not (child := os.fork()):
+            signal.alarm(60)  # ends a child that waits for ever
+            os._exit(not all(is_right() for _ in range(5)))
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert all(one.result() for one in others)
+"""
+
+
+def test_processes_and_threads_read_at_positions_of_their_own(tmp_path: Path) -> None:
+    """A fork while other threads read neither waits for them, nor moves them; in a process of its own, as jax warns."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKS_BESIDE_THREADS, str(tmp_path / "a.npz")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_checksums_are_verified(write: Any, tmp_path: Path) -> None:
+    """An archive has a CRC-32 of each array, and `verify` finds what differs from it."""
+    write(tmp_path / "a.npz", **FLAT)
+    for _ in range(50):  # threads that read one archive got each other's bytes
+        assert flax_ckpt_compat.verify(tmp_path / "a.npz").ok
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        member = archive.getinfo("params/embedding/kernel.npy")
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[member.header_offset + 30 + len(member.filename) + member.compress_size] ^= 1
+    (tmp_path / "a.npz").write_bytes(content)
+    assert flax_ckpt_compat.verify(tmp_path / "a.npz").damaged
+
+
+BFLOAT16 = np.arange(5, dtype=ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"), [(BFLOAT16.view("V2"), BFLOAT16), (np.arange(3, dtype=">i4"), np.arange(3, dtype=">i4"))]
+)
+def test_dtypes_of_npz(stored: Any, expected: Any, tmp_path: Path) -> None:
+    """numpy writes bfloat16 as two raw bytes, which big_vision takes for what they were; byte orders stay."""
+    np.savez(tmp_path / "a.npz", w=stored)
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz"), {"w": expected})
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        *(("a.npz", names) for names in (("a", "a/b"), ("a//b", "c"), ("/a",), ("a/",))),
+        ("a.safetensors", ("a", "a.b", "c.d")),
+    ],
+)
+def test_names_that_are_no_key_paths(file: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """A tensor "a" beside "a.b" cannot be a dict, so all keep their names."""
+    tensors = {name: np.full(2, at) for at, name in enumerate(names)}
+    WRITERS[file](tensors, tmp_path / file)
+    assert_same(flax_ckpt_compat.restore(tmp_path / file), tensors)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """An array of objects is refused when it is asked for, hides nothing else, and its pickle is not run."""
+    ran = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (ran,))
+
+    np.savez(tmp_path / "a.npz", good=np.ones(3), bad=np.array([Hostile()], dtype=object))
+    with pytest.raises(errors.UnsupportedLeafError, match="bad holds Python objects"):
+        flax_ckpt_compat.restore(tmp_path / "a.npz")
+    (found,) = flax_ckpt_compat.verify(tmp_path / "a.npz").checkpoints
+    assert {leaf.path: leaf.state for leaf in found.leaves} == {"good": "ok", "bad": "unreadable"}
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz", {"good": np.zeros(3)}), {"good": np.ones(3)})
+    with flax_ckpt_compat.open_checkpoint(tmp_path / "a.npz") as view:
+        assert_same(view.read("good"), {"good": np.ones(3)})
+    assert not ran.exists()
+
+
+def test_a_damaged_array_hides_no_other(tmp_path: Path) -> None:
+    """It is told when it is asked for, and by `verify`."""
+    np.savez(tmp_path / "a.npz", bad=np.full(3, 7.25), good=np.ones(3))
+    content = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(content.replace(np.full(3, 7.25).tobytes(), np.full(3, 7.5).tobytes()))
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz", {"good": np.zeros(3)}), {"good": np.ones(3)})
+    with pytest.raises(errors.CorruptCheckpointError, match="bad does not decode"):
+        flax_ckpt_compat.restore(tmp_path / "a.npz")
+    (found,) = flax_ckpt_compat.verify(tmp_path / "a.npz").checkpoints
+    assert {leaf.path: leaf.state for leaf in found.leaves} == {"good": "ok", "bad": "damaged"}
+
+
+@pytest.mark.parametrize("name", ["saved", "saved.safetensors", "checkpoint_3"])
+def test_what_convert_writes_is_read_back(tmp_path: Path, name: str) -> None:
+    """All leaves with their types, under any name; lists are dicts of 0, 1, … as in msgpack files."""
+    tree = {
+        "w": np.ones((2, 3), ml_dtypes.bfloat16),
+        "a.b": {"": np.arange(2), "c.": {"d": np.array(1.0)}},
+        "numbers": {"i": 3, "f": 0.5, "b": True, "t": "text", "none": None, "nan": float("inf")},
+        "empty": {"dict": {}},
+        "list": [np.ones(1), np.zeros(2)],
+        "8": np.ones(2, ml_dtypes.float8_e4m3fn),
+        "z": np.ones(2, np.complex64),
+        "." * 1_200: np.ones(1),  # one name, and no key path too deep
+    }
+    flax_ckpt_compat.save(tmp_path / "source", tree, format="orbax")
+    flax_ckpt_compat.convert(tmp_path / "source", tmp_path / name, "safetensors")
+    expected = {**tree, "list": {"0": np.ones(1), "1": np.zeros(2)}}
+    assert_same(flax_ckpt_compat.restore(tmp_path / name), expected)
+    assert len(safetensors.deserialize((tmp_path / name).read_bytes())) == 8
+    flax_ckpt_compat.convert(tmp_path / name, tmp_path / "again", "orbax")
+    assert_same(flax_ckpt_compat.restore(tmp_path / "again"), tree)
+
+
+@pytest.mark.parametrize("length", [372, 628, 884])
+def test_a_header_whose_length_looks_like_a_container_of_msgpack(tmp_path: Path, length: int) -> None:
+    """The lengths begin with the byte of a map or of an array of Flax."""
+    tree = {"w" * length: np.ones(1)}
+    flax_ckpt_compat.save(tmp_path / "source", tree, format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "source", tmp_path / "file", "safetensors")
+    assert (tmp_path / "file").read_bytes()[0] in (0xD4, 0xD8)
+    assert_same(flax_ckpt_compat.restore(tmp_path / "file"), tree)
+
+
+def test_a_bare_array(tmp_path: Path) -> None:
+    """The whole tree may be one array."""
+    flax_ckpt_compat.save(tmp_path / "source", np.arange(3), format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "source", tmp_path / "file", "safetensors")
+    assert_same(flax_ckpt_compat.restore(tmp_path / "file"), np.arange(3))
+
+
+def test_it_is_no_checkpoint_of_a_directory(tmp_path: Path) -> None:
+    """An export beside checkpoints is never the latest, and a save leaves it alone."""
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, {"a": np.full(2, step)}, step, keep=9)
+    safetensors.numpy.save_file(TENSORS, tmp_path / "checkpoint_9.safetensors")
+    safetensors.numpy.save_file(TENSORS, tmp_path / "checkpoint_9")
+    found = flax_ckpt_compat.convert(tmp_path, tmp_path.with_name("converted"), "manager", dry_run=True)
+    assert [Path(one.source).name for one in found] == ["checkpoint_1", "checkpoint_2"]
+    with pytest.raises(errors.UnrecognizedFormatError, match=r"if its name ends in \.safetensors"):
+        flax_ckpt_compat.restore(tmp_path / "checkpoint_9")
+    checkpoints.save_checkpoint(tmp_path, {"a": np.zeros(2)}, 10, keep=1)
+    assert {path.name for path in tmp_path.iterdir()} >= {"checkpoint_9", "checkpoint_9.safetensors", "checkpoint_10"}
+
+
+def test_a_dtype_that_numpy_lacks(tmp_path: Path) -> None:
+    """It hides no other tensor of its file, and is refused where it is asked for."""
+    file = tmp_path / "model.safetensors"
+    values = np.arange(2, dtype=np.float32)
+    of_others = {"b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}
+    file.write_bytes(
+        header(entry(dtype="F6_E2M3", shape=[4], data_offsets=[0, 3]) | of_others, b"123" + values.tobytes())
+    )
+    np.testing.assert_array_equal(flax_ckpt_compat.restore(file, {"b": np.zeros(2, np.float32)})["b"], values)
+    with flax_ckpt_compat.open_checkpoint(file) as opened:
+        assert opened.tree["a"].shape == (4,)
+        with pytest.raises(errors.UnsupportedLeafError):
+            opened.read("a")
+    for target in (None, {"a": np.zeros(4, np.float32), "b": values}):
+        with pytest.raises(errors.UnsupportedLeafError, match="a is of the dtype 'F6_E2M3'"):
+            flax_ckpt_compat.restore(file, target)
+
+
+def test_lost_and_strange_shards(tmp_path: Path) -> None:
+    """A missing shard is named; an index that leads elsewhere is damaged."""
+    path = index(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(errors.IncompleteCheckpointError, match="1 of 2 shards are missing, such as model-00002-of"):
+        flax_ckpt_compat.restore(path)
+    for name in ("../model.safetensors", "/etc/passwd", "model.bin", 3):
+        path.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(errors.CorruptCheckpointError):
+            flax_ckpt_compat.restore(path)
+    path.write_text("{}")
+    with pytest.raises(errors.CorruptCheckpointError, match="not an index"):
+        flax_ckpt_compat.restore(path)
 
 
 def test_one_entry(tmp_path: Path) -> None:
@@ -56,40 +386,125 @@ def test_arrays_above_a_gibibyte_are_in_pieces(tmp_path: Path, monkeypatch: pyte
     assert_same(flax_ckpt_compat.restore(tmp_path / "a"), EASYLM)
 
 
-def test_slices_are_read_alone(tmp_path: Path) -> None:
-    """A slice of one leaf is what numpy cuts out."""
-    (tmp_path / "a").write_bytes(stream(EASYLM))
-    with flax_ckpt_compat.open_checkpoint(tmp_path / "a") as view:
-        handle = view.leaves()["params/params/large"]
-        (found,) = handle.reader.read([ArraySlice(handle, (slice(17, 19), slice(3, 5)))])
-    np.testing.assert_array_equal(found, EASYLM["params"]["params"]["large"][17:19, 3:5])
+def archive(**members: bytes) -> bytes:
+    """A zip archive of these files."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as found:
+        for name, content in members.items():
+            found.writestr(name.replace("_npy", ".npy"), content)
+    return stream.getvalue()
 
 
+def npy(header: str, data: bytes = b"") -> bytes:
+    """An ``.npy`` file with a header of this text."""
+    text = header.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+def array(shape: str = "(2,)", descr: str = "'<f4'", nbytes: int = 8) -> bytes:
+    """An ``.npy`` file of an array."""
+    return npy(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}", bytes(nbytes))
+
+
+def header(content: Any, data: bytes = b"") -> bytes:
+    """A file with this header."""
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    """The entry of two numbers."""
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changed}
+
+
+def ours(**kept: str) -> bytes:
+    """A file of two numbers, with what `convert` keeps in the header."""
+    kept = {f"flax_ckpt_compat{name}": text for name, text in kept.items()}
+    return header({"__metadata__": kept} | entry(), bytes(8))
+
+
+DAMAGED = [
+    *(archive(a_npy=array())[:length] for length in (-1, 60)),
+    archive(a_npy=array()).replace(b"a.npy", b"b.npy", 1),
+    *(
+        archive(a_npy=content)
+        for content in (
+            *(array(nbytes=7), array(nbytes=9), b"", b"\x93NUMPY\x09\x00", array(descr="'<q9'")),
+            *(npy("__import__('os').system('false')"), npy("(" * 110)),
+            *(array(shape) for shape in ("(-2,)", "(2**70,)")),
+            *(array(shape, nbytes=0) for shape in ("(99999999999999999999,)", "(4611686018427387904, 0)")),
+        )
+    ),
+]
+# Other files in the archive, structured arrays, and text of no length are not left out silently.
+UNSUPPORTED = [archive(notes=b"text"), *(archive(a_npy=array("(2,)", d)) for d in ("[('x', '<f4')]", "'|S0'"))]
+PATHS = ["[]", *(f'{{"a": {path}}}' for path in ("[1]", "[null]", '[["x"]]', '"xy"', '{"x": 1}'))]
+ENTRIES: list[dict[str, Any]] = [
+    *({"data_offsets": offsets} for offsets in ([0, 4], [8, 0], [-8, 0], ["0", 8], [0.0, 8], [0])),
+    *({"shape": shape} for shape in ([-2], [2**62, 4], "2", 2, [2.0], ["2"], [True, 2])),
+    {"shape": [1] * 65 + [2]},
+    {"shape": [2**62, 0], "data_offsets": [0, 0]},
+]
+TENSOR_FILES = [
+    header(entry(), b"1234567"),
+    *(header(entry(**changed), bytes(8 * (changed.get("data_offsets") != [0, 0]))) for changed in ENTRIES),
+    *(header({"a": value}) for value in (3, {})),
+    header(b"{" + b'"a":{' * 100_000 + b"}"),
+    *(ours(**{"": text}) for text in ("[[1]]", "[", '[[["b"], [1]]]', '[["bc", 1]]', "[[[1], 1]]")),
+    *(ours(**{".paths": text}) for text in PATHS),
+    ours(**{"": '[[["b.c"], 1], [["b", "c"], 2], [["b"], 3]]'}),
+]
 GOOD = stream({"w": np.ones(3), "v": np.ones(2)})
+STREAMS = [
+    GOOD[:-1],
+    GOOD[: len(GOOD) // 2 + 5],
+    GOOD + b"\x92",
+    GOOD + b"\x00",
+    GOOD + GOOD[: len(GOOD) // 2 + 8],
+    msgpack.packb((("w",), serialization.to_bytes(np.ones(3)) + b"\xc0")),
+    msgpack.packb((("w",), b"")),
+    msgpack.packb((("w",), b"\xc1")),
+    msgpack.packb((("w",), b"\x81\xa1a\xc1")),
+    GOOD + msgpack.packb((("w", "x"), serialization.to_bytes(np.ones(3)))),
+    GOOD + msgpack.packb((("x", 3), serialization.to_bytes(np.ones(3)))),
+    GOOD + msgpack.packb((["x"] * 2000, serialization.to_bytes(np.ones(3)))),
+    GOOD + b"\x92\x91\xa1x\xc6\xff\xff\xff\xff",
+    GOOD + b"\x92\xdc\xff\xff",
+]
+# Names of so many parts that it took seconds to refuse them.
+DEEP = [
+    ("a.npz", archive(**{"/".join("a" * 20_000) + "_npy": array()})),
+    ("a.safetensors", header({".".join("a" * 20_000): entry()["a"]}, bytes(8))),
+    ("a.safetensors", ours(**{".paths": json.dumps({"a": ["x"] * 20_000})})),
+    ("a.safetensors", ours(**{"": json.dumps([[["x"] * 20_000, 1]])})),
+]
 
 
 @pytest.mark.parametrize(
-    "damaged",
+    ("name", "content", "error"),
     [
-        GOOD[:-1],
-        GOOD[: len(GOOD) // 2 + 5],
-        GOOD + b"\x92",
-        GOOD + b"\x00",
-        GOOD + GOOD[: len(GOOD) // 2 + 8],
-        msgpack.packb((("w",), serialization.to_bytes(np.ones(3)) + b"\xc0")),
-        msgpack.packb((("w",), b"")),
-        msgpack.packb((("w",), b"\xc1")),
-        msgpack.packb((("w",), b"\x81\xa1a\xc1")),
-        GOOD + msgpack.packb((("w", "x"), serialization.to_bytes(np.ones(3)))),
-        GOOD + msgpack.packb((("x", 3), serialization.to_bytes(np.ones(3)))),
-        GOOD + msgpack.packb((["x"] * 2000, serialization.to_bytes(np.ones(3)))),
-        GOOD + b"\x92\x91\xa1x\xc6\xff\xff\xff\xff",
-        GOOD + b"\x92\xdc\xff\xff",
+        *(("a.npz", content, errors.CorruptCheckpointError) for content in DAMAGED),
+        *(("a.npz", content, errors.UnsupportedLeafError) for content in UNSUPPORTED),
+        *(("a.safetensors", content, errors.CorruptCheckpointError) for content in TENSOR_FILES),
+        *(("stream", content, errors.CorruptCheckpointError) for content in STREAMS),
+        *((*one, errors.DepthError) for one in DEEP),
     ],
-    ids=str,
+    ids=itertools.count(),  # an archive holds the time at which it was made, and each worker has made its own
 )
-def test_damaged_streams(damaged: bytes, tmp_path: Path) -> None:
-    """What ends early, says one thing twice or is no stream to its end is an error that names the file."""
-    (tmp_path / "stream").write_bytes(damaged)
-    with pytest.raises(errors.CorruptCheckpointError, match="stream"):
-        flax_ckpt_compat.restore(tmp_path / "stream")
+def test_hostile_files(name: str, content: bytes, error: type[Exception], tmp_path: Path) -> None:
+    """What contradicts the file, or itself, ends early or nests without end: named before any array is allocated."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=re.escape(name)):
+        flax_ckpt_compat.restore(tmp_path / name)
+
+
+@pytest.mark.parametrize("offsets", [[0, 8], [4, 12], [12, 20]])
+def test_bytes_of_two_tensors_and_of_none(offsets: list[int], tmp_path: Path) -> None:
+    """Overlaps, gaps, and bytes behind the last tensor are refused, as the real library does."""
+    second = {"b": entry(data_offsets=offsets)["a"]}
+    for content in (header(entry() | second, bytes(max(16, offsets[1]))), header(entry(), bytes(12))):
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.deserialize(content)
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(errors.CorruptCheckpointError, match=r"x\.safetensors"):
+            flax_ckpt_compat.restore(tmp_path / "x.safetensors")

@@ -20,6 +20,7 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import locating, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import checkpoint_dir
 from tests.support.interrupting import count_calls, interrupted
+from tests.support.logs import warnings_logged
 from tests.support.saves import start_python, tree, use_flag
 
 TARGET = {"w": np.zeros(3, np.float32), "n": 0.0}
@@ -49,9 +50,11 @@ LOOKUPS: dict[str, Callable[[Path], Any]] = {
     "available_steps": lambda directory: checkpoints.available_steps(directory)[-1],
     "iter_checkpoints": lambda directory: list(flax_ckpt_compat.iter_checkpoints(directory))[-1].step,
 }
+# What each of them finds as the latest step; each tree has its step in it.
+LOOKS = LOOKUPS | {name: lambda directory, read=read: read(directory)["n"] for name, read in READS.items()}
 
 
-@pytest.mark.parametrize("look", [*LOOKUPS, *READS])
+@pytest.mark.parametrize("look", LOOKS)
 def test_a_list_that_misses_names_once(look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As lists do that are made while names change: before nothing is there, the directory is listed again."""
     checkpoints.save_checkpoint(tmp_path, tree(7), 7)
@@ -62,8 +65,7 @@ def test_a_list_that_misses_names_once(look: str, tmp_path: Path, monkeypatch: p
         return list_names(directory) if len(lists) > 1 else []
 
     monkeypatch.setattr(saved_steps, "names_in", miss_once)
-    found = {**LOOKUPS, **READS}[look](tmp_path)
-    assert found == 7 if look in LOOKUPS else found["n"] == tree(7)["n"]
+    assert LOOKS[look](tmp_path) == 7
     assert len(lists) > 1
 
 
@@ -198,13 +200,12 @@ def test_the_only_checkpoint_goes_away(flag: bool, tmp_path: Path) -> None:
     assert told and all("removed while it was read, and there is no other" in message for message in told)
 
 
-@pytest.mark.parametrize("how", [*READS, *LOOKUPS])
+@pytest.mark.parametrize("how", LOOKS)
 def test_another_machine_removes_what_is_listed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On NFS, reading on in a directory that another machine has removed is ESTALE, and not ENOENT."""
     with use_flag(True):
         for step in (1, 2):
             checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=2)
-    call = {**READS, **LOOKUPS}[how]
     listdir, doomed = os.listdir, tmp_path / "checkpoint_2"
 
     def stale(path: Any) -> list[str]:
@@ -214,12 +215,11 @@ def test_another_machine_removes_what_is_listed(how: str, tmp_path: Path, monkey
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", stale)
-    found = call(tmp_path)
-    assert (found["n"] if how in READS else found) == 1
+    assert LOOKS[how](tmp_path) == 1
     assert not doomed.exists(), "nothing was listed"
 
 
-@pytest.mark.parametrize("how", [*READS, *LOOKUPS])
+@pytest.mark.parametrize("how", LOOKS)
 def test_a_stale_mount_is_not_an_empty_directory(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each call gives ESTALE, as after an NFS server began anew, a program must not train from initial values."""
     checkpoints.save_checkpoint(tmp_path, tree(1), 1)
@@ -236,7 +236,7 @@ def test_a_stale_mount_is_not_an_empty_directory(how: str, tmp_path: Path, monke
         for name in ("listdir", "stat", "lstat", "open"):
             patch.setattr(os, name, stale(getattr(os, name)))
         with pytest.raises(errors.StorageError, match=os.strerror(errno.ESTALE)):
-            {**READS, **LOOKUPS}[how](tmp_path)
+            LOOKS[how](tmp_path)
 
 
 def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
@@ -336,39 +336,6 @@ def test_a_reader_beside_a_writer(flag: bool, tmp_path: Path) -> None:
         writer.communicate()
 
 
-_TARGET = {"a": np.zeros(3)}
-
-
-def _save(folder: Path, step: int, value: float) -> None:
-    checkpoints.save_checkpoint(folder, {"a": np.full(3, value)}, step, keep=5, overwrite=True)
-
-
-def _latest(folder: Path) -> Any:
-    return str(checkpoints.latest_checkpoint(folder))[-1]
-
-
-def _steps(folder: Path) -> Any:
-    return checkpoints.available_steps(folder)[-1]
-
-
-def _restored(folder: Path) -> Any:
-    return checkpoints.restore_checkpoint(folder, _TARGET)["a"][0]
-
-
-def _kept(folder: Path) -> Any:
-    """Save a third step, which evicts the first."""
-    checkpoints.save_checkpoint(folder, {"a": np.full(3, 3.0)}, 3, keep=2)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
-    return 2
-
-
-@pytest.fixture(params=[_latest, _steps, _restored, _kept])
-def look(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Any:
-    """Look at two steps; the second is the latest, and is whole at each moment, so that nothing is logged."""
-    yield request.param
-    assert not caplog.messages
-
-
 def _once(folder: Path, found: Callable[[str], list[str]]) -> Callable[..., list[str]]:
     """Return `os.listdir`, whose first call for a directory returns ``found`` of it."""
     real, calls = os.listdir, list[str]()
@@ -397,19 +364,37 @@ def _missing(path: str) -> list[str]:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
+def kept(directory: Path) -> int:
+    """Save a third step, which evicts the first."""
+    checkpoints.save_checkpoint(directory, tree(3), 3, keep=2)
+    assert sorted(os.listdir(directory)) == ["checkpoint_2", "checkpoint_3"]
+    return 2
+
+
+def find_second(look: str, flag: bool, patch: pytest.MonkeyPatch, folder: Path, *of: Any) -> None:
+    """Look at two steps, with one listing as told; the second is the latest, and whole at each moment."""
+    with use_flag(flag), warnings_logged() as logged:
+        for step in (1, 2):
+            checkpoints.save_checkpoint(folder, tree(step), step, keep=5)
+        patch.setattr(os, "listdir", _once(*of))
+        assert (LOOKS | {"kept": kept})[look](folder) == 2
+    assert not logged
+
+
+ALL = pytest.mark.parametrize("look", [*LOOKS, "kept"])
+
+
+@ALL
 @pytest.mark.parametrize("during", [_replaced, _missing])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_the_directory_is_replaced_while_it_is_listed(during, exchanges, look, tmp_path, monkeypatch):
     """It looked empty or absent, and the step before it was restored: 4 of 10,318 restores beside a writer."""
     if not exchanges:
         monkeypatch.setattr(atomic, "exchange", lambda *_: False)
-    with use_flag(True):
-        _save(tmp_path, 1, 1.0)
-        _save(tmp_path, 2, 2.0)
-        monkeypatch.setattr(os, "listdir", _once(tmp_path / "checkpoint_2", during))
-        assert float(look(tmp_path)) == 2
+    find_second(look, True, monkeypatch, tmp_path, tmp_path / "checkpoint_2", during)
 
 
+@ALL
 @pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
 def test_the_name_is_missing_in_a_listing_between_two_renames(flag, look, tmp_path, monkeypatch):
     """Where names cannot be exchanged, as on NFS; the writer has finished when the listing is read."""
@@ -418,8 +403,4 @@ def test_the_name_is_missing_in_a_listing_between_two_renames(flag, look, tmp_pa
         aside = os.path.basename(atomic.temporary_path(os.path.join(path, "checkpoint_2"), "old"))
         return ["checkpoint_1", aside]
 
-    with use_flag(flag):
-        _save(tmp_path, 1, 1.0)
-        _save(tmp_path, 2, 2.0)
-        monkeypatch.setattr(os, "listdir", _once(tmp_path, listed))
-        assert float(look(tmp_path)) == 2
+    find_second(look, flag, monkeypatch, tmp_path, tmp_path, listed)

@@ -141,11 +141,16 @@ def manager(root: Path, *steps: int, **options: Any) -> None:
 def test_a_managers_root(options: dict[str, Any], tmp_path: Path) -> None:
     """All functions find its steps, and a polling program sees that there are any."""
     manager(tmp_path, 9, 10, **options)
-    found = latest_everywhere(tmp_path)
-    assert found is not None and found.endswith("10")
+    found = checkpoints.latest_checkpoint(tmp_path)
+    assert found is not None and found.endswith("10") and latest_everywhere(tmp_path) == os.path.basename(found)
     assert checkpoints.available_steps(tmp_path) == [9, 10]
     assert [record.step for record in flax_ckpt_compat.iter_checkpoints(tmp_path)] == [9, 10]
-    assert checkpoints.restore_checkpoint(tmp_path, None, 9.0)["n"] == 9
+    for path, step in ((tmp_path, 9.0), (tmp_path, 10), (Path(found), None), (Path(found) / "default", None)):
+        for target in (None, tree(0)):
+            assert checkpoints.restore_checkpoint(path, target, step)["n"] == (step or 10)
+    assert checkpoints.restore_checkpoint(tmp_path, None, 10, prefix="")["n"] == 10
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"Matching checkpoint not found: .*9, .*10"):
+        checkpoints.restore_checkpoint(tmp_path, None, 11)
     listed = json.loads(CliRunner().invoke(main, ["ls", str(tmp_path), "--json"]).stdout)
     assert [record["step"] for record in listed] == [9, 10]
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -210,6 +210,7 @@ def history(seed: int, store: Memory) -> None:
     turns.run([functools.partial(act, number) for number in range(len(plans))])
     store.hook = lambda: None
     found, saved = restored(), {number + 2 for number, end in enumerate(ended) if end == "ok"}
+    assert any(overwrite for _, overwrite in plans) or len(saved) < 2, "one has replaced the other's new checkpoint"
     allowed: set[int | None] = {1, 2, 3, None}
     if all(end in ("ok", "removed") or "Invalid" in end or "Concurrent" in end for end in ended):
         allowed = {*saved, None} if "removed" in ended else {*saved} or {before}
@@ -223,6 +224,52 @@ def history(seed: int, store: Memory) -> None:
     assert restored() == 9
     assert not [key for key in store.objects if "_begun" in key]
     assert len({key.split("/")[4] for key in store.objects}) <= 1
+
+
+@pytest.mark.parametrize(("kind", "overwrite", "name"), [("msgpack", False, ""), ("other", True, f"/{MANIFEST}")])
+def test_another_writer_comes_first(kind: str, overwrite: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has written since the look stays: the loser replaces no file of another version than it has found."""
+    store = Memory(needs_commit_file=True, by_content=False)
+    monkeypatch.setitem(commit.CLIENTS, "gs", store)
+    if overwrite:
+        save(1, "orbax")
+
+    def write(url: str, *rest: Any) -> str:
+        if url == URL + name:
+            store.objects[url] = b"of another", "another"
+            if overwrite:
+                store.objects[f"{URL}/{commit.new_marker(2**40)}"] = b"", "another"
+        return Memory.write(store, url, *rest)
+
+    monkeypatch.setattr(store, "write", write)
+    with pytest.raises(ConcurrentWriteError):
+        save(2, kind, overwrite=overwrite)
+    assert store.objects[URL + name][0] == b"of another"
+
+
+def test_a_remover_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever request, what it leaves is whole, or names itself unfinished, so that the next save replaces it."""
+    monkeypatch.setattr(commit, "in_parallel", serially)
+    left = list[int | None]()
+    for at in range(20):
+        store = Memory(needs_commit_file=False, by_content=False)  # what is not marked counts as a copy
+        monkeypatch.setitem(commit.CLIENTS, "gs", store)
+        save(1, "orbax")
+        requests = iter(range(at))
+
+        def hook(requests: Any = requests) -> None:
+            if next(requests, None) is None:
+                raise Killed
+
+        store.hook = hook
+        with suppress(Killed):
+            commit.remove(URL)
+        store.hook = lambda: None
+        left.append(restored())
+        save(9, "orbax")
+        assert restored() == 9
+    gone = left.index(None)
+    assert gone and left == [1] * gone + [None] * (20 - gone)  # it does not come back
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
