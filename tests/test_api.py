@@ -16,7 +16,7 @@ from flax.training import train_state
 
 from flax_ckpt_compat import checkpoints, config, errors, restore, save
 from tests.support.samples import fingerprint
-from tests.support.saves import names, run_python, tree, use_flag
+from tests.support.saves import names, run_python, save_items, tree, use_flag
 
 STORED = {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, np.int8)}
 OTHER_SHAPE = {"a": np.zeros(4, np.float32), "b": np.zeros(2, np.int8)}
@@ -61,9 +61,8 @@ def test_checkpoints_of_real_flax(tmp_path: Path, flag: bool) -> None:
 
 def test_directories_of_real_orbax(tmp_path: Path) -> None:
     """A step of Orbax's CheckpointManager, with several items, comes as a dict of them; lists are lists."""
-    with ocp.CheckpointManager(tmp_path) as manager:
-        trees = {name: ocp.args.StandardSave({"l": [np.ones(1), 2]}) for name in ("state", "ema")}
-        manager.save(3, args=ocp.args.Composite(**trees, note=ocp.args.JsonSave({"k": [1]})))
+    trees = {name: ocp.args.StandardSave({"l": [np.ones(1), 2]}) for name in ("state", "ema")}
+    save_items(tmp_path, **trees, note=ocp.args.JsonSave({"k": [1]}))
     restored = restore(tmp_path)
     assert restored.keys() == {"state", "ema", "note"} and restored["note"] == {"k": [1]}
     assert fingerprint(restore(tmp_path / "3" / "state")) == fingerprint(restored["state"])
@@ -85,48 +84,30 @@ def test_nothing_there_is_an_error(tmp_path: Path, path: str) -> None:
     assert names(tmp_path) == ["file"]
 
 
-def test_other_shapes_are_an_error(tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """They name the leaf; on request the stored shape comes back, with or without a warning."""
+@pytest.mark.parametrize(
+    ("target", "kind", "policy", "expected"),
+    [
+        (OTHER_SHAPE, errors.ShapeMismatchError, "shape_mismatch", STORED),
+        (ONE_MORE, errors.MissingLeavesError, "missing_leaves", ONE_MORE),
+    ],
+    ids=["shapes", "missing"],
+)
+def test_differences_are_errors(
+    target: Any, kind: Any, policy: str, expected: Any, tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They name the leaf; on request the stored shape, or the target's value, comes back, with or without a warning."""
     save(tmp_path / "m", STORED, format=format)
-    with pytest.raises(errors.ShapeMismatchError) as caught:
-        restore(tmp_path / "m", OTHER_SHAPE)
-    assert caught.value.leaf == "a" and "(3,)" in str(caught.value) and "(4,)" in str(caught.value)
-    for policy in ("ignore", "warn"):
+    with pytest.raises(kind) as caught:
+        restore(tmp_path / "m", target)
+    if kind is errors.ShapeMismatchError:
+        assert caught.value.leaf == "a" and "(3,)" in str(caught.value) and "(4,)" in str(caught.value)
+    else:
+        assert caught.value.missing == ("c",)
+    for value in ("ignore", "warn"):
         caplog.clear()
-        assert restore(tmp_path / "m", OTHER_SHAPE, shape_mismatch=policy)["a"].shape == (3,)  # type: ignore[arg-type]
-        assert bool(caplog.records) == (policy == "warn")
-
-
-def test_missing_leaves_are_an_error(tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """All are listed; on request the target's values stay, with or without a warning."""
-    save(tmp_path / "m", STORED, format=format)
-    with pytest.raises(errors.MissingLeavesError) as caught:
-        restore(tmp_path / "m", ONE_MORE)
-    assert caught.value.missing == ("c",)
-    for policy in ("ignore", "warn"):
-        caplog.clear()
-        restored = restore(tmp_path / "m", ONE_MORE, missing_leaves=policy)  # type: ignore[arg-type]
-        assert fingerprint(restored) == fingerprint(ONE_MORE)
-        assert bool(caplog.records) == (policy == "warn")
-
-
-def test_dtypes_are_the_stored_ones(tmp_path: Path, format: Any) -> None:
-    """Unless the target's are asked for, or the target is abstract."""
-    save(tmp_path / "m", STORED, format=format)
-    wide = {"a": np.zeros(3, np.float64), "b": np.zeros(2, np.int64)}
-    assert fingerprint(restore(tmp_path / "m", wide)) == fingerprint(STORED)
-    cast = {name: value.astype(wide[name].dtype) for name, value in STORED.items()}
-    assert fingerprint(restore(tmp_path / "m", wide, dtype="target")) == fingerprint(cast)
-
-
-def test_lists_come_back_as_lists(tmp_path: Path) -> None:
-    """Where the format records containers; Flax's nested dicts on request, and from files, which record none."""
-    nested = {"l": [np.ones(2), {"x": np.zeros(1)}], "t": (np.ones(1),)}
-    flaxs = {"l": {"0": np.ones(2), "1": {"x": np.zeros(1)}}, "t": {"0": np.ones(1)}}
-    directory, file = (save(tmp_path / name, nested, format=name) for name in ("orbax", "msgpack"))  # type: ignore[arg-type]
-    assert fingerprint(restore(directory)) == fingerprint(nested)
-    assert fingerprint(restore(directory, structure="flax")) == fingerprint(flaxs)
-    assert fingerprint(restore(file)) == fingerprint(flaxs)
+        restored = restore(tmp_path / "m", target, **{policy: value})
+        assert fingerprint(restored) == fingerprint(expected)
+        assert bool(caplog.records) == (value == "warn")
 
 
 def test_flaxs_own_functions_are_not_strict(tmp_path: Path, format: Any) -> None:
@@ -191,18 +172,6 @@ def test_environment_variables_beat_the_strict_defaults(tmp_path: Path) -> None:
     variables = {"MUST_EXIST": "0", "SHAPE_MISMATCH": "warn", "STRUCTURE": "flax"}
     out, _ = run_python(ENVIRONMENT, tmp_path, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in variables.items()})
     assert out.splitlines()[:3] == ["True (3,)", "refused", "not found"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"missing_leaves": "kepe"}, {"shape_mismatch": "raise"}, {"dtype": "f4"}, {"structure": "x"}, {"must_exist": "y"}],
-)
-def test_mistakes_name_the_choices(tmp_path: Path, wrong: Any) -> None:
-    """A misspelt policy is a SettingError that lists what there is, before anything is read."""
-    with pytest.raises(errors.SettingError, match=f"setting {next(iter(wrong))} takes "):
-        restore(tmp_path / "nowhere", **wrong)
-    with pytest.raises(TypeError):
-        restore(tmp_path, None, 3)  # type: ignore[misc]
 
 
 def test_a_failed_background_save_is_told(tmp_path: Path) -> None:

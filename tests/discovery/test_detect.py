@@ -27,6 +27,7 @@ from flax_ckpt_compat.errors import UnrecognizedFormatError
 from tests.support.peers import ocp_v1
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
+from tests.support.saves import save_items
 
 TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": {"n": np.int8([1])}}
 ZEROS = {"a": np.zeros((2, 3), np.float32), "b": {"n": np.int8([0])}}
@@ -98,9 +99,7 @@ def test_steps_of_other_prefixes_are_not_a_managers(tmp_path: Path) -> None:
 def test_items_of_other_handlers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Arrays and random keys are items, too; a directory of another kind is named in a warning."""
     key, args = jax.random.key(3), ocp.args
-    items = {"arr": args.ArraySave(np.arange(3)), "key": args.JaxRandomKeySave(key), "state": args.PyTreeSave(TREE)}
-    with ocp.CheckpointManager(tmp_path) as made:
-        made.save(1, args=args.Composite(**items))
+    save_items(tmp_path, 1, arr=args.ArraySave(np.arange(3)), key=args.JaxRandomKeySave(key), state=TREE)
     (tmp_path / "1" / "odd").mkdir()
     (tmp_path / "1" / "descriptor").mkdir()  # internal releases of Orbax made these; nobody misses them
     expected = {"arr": np.arange(3), "key": key, "state": TREE}

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
@@ -21,6 +20,7 @@ from flax_ckpt_compat.errors import (
 )
 from flax_ckpt_compat.transforms import Transform
 from tests.support.peers import skip_without_typed_keys
+from tests.support.saves import save_items
 
 
 def test_layers_are_folded_and_the_rest_counted(flag: bool, tmp_path: Path) -> None:
@@ -271,9 +271,7 @@ OLD, NEW = ("Dense_0", "Dense_1", "Dense_2"), ("encoder", "Dense_0", "Dense_1")
 )
 def test_a_proposal_for_several_items(student: Any, teacher: Any, tmp_path: Path) -> None:
     """It names leaves as rules see them, and moves no layers of another item."""
-    with ocp.CheckpointManager(tmp_path, item_names=("student", "teacher")) as manager:
-        items = {"student": ocp.args.PyTreeSave(net(OLD)), "teacher": ocp.args.PyTreeSave(net(OLD, 1000))}
-        manager.save(5, args=ocp.args.Composite(**items))
+    save_items(tmp_path, student=net(OLD), teacher=net(OLD, 1000))
     expected = {"student": net(student), "teacher": net(teacher, 1000)}
     target = jax.tree.map(np.zeros_like, expected)
     plan = plan_restore(tmp_path, target)
@@ -287,9 +285,7 @@ def test_a_proposal_for_several_items(student: Any, teacher: Any, tmp_path: Path
 
 def test_items_with_other_names(tmp_path: Path) -> None:
     """Rules give items the target's names, although none of the stored names is one of them."""
-    with ocp.CheckpointManager(tmp_path, item_names=("gen", "disc")) as manager:
-        items = {"gen": ocp.args.PyTreeSave(net(OLD)), "disc": ocp.args.PyTreeSave({"params": dense(5, 2, 9)})}
-        manager.save(5, args=ocp.args.Composite(**items))
+    save_items(tmp_path, gen=net(OLD), disc={"params": dense(5, 2, 9)})
     expected = {"generator": net(OLD), "discriminator": {"params": dense(5, 2, 9)}}
     target = jax.tree.map(np.zeros_like, expected)
     with pytest.raises(KindMismatchError, match=r"several trees \(disc \(0 of 9 leaves"):

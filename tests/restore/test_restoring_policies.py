@@ -145,16 +145,10 @@ def test_a_stored_none_over_a_leaf(save: Save, flag: bool, tmp_path: Path) -> No
     assert checkpoints.restore_checkpoint(tmp_path, {"a": 5, "b": 0}, orbax_transforms={}) == {"a": 5, "b": 1}
 
 
-def test_a_stored_none_over_a_subtree_is_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
-    """Where the target wants leaves below a stored None, they are missing."""
-    save(tmp_path, {"a": None, "b": 1}, 1)
-    with pytest.raises(MissingLeavesError, match="a/x"):
-        checkpoints.restore_checkpoint(tmp_path, {"a": {"x": 1}, "b": 0})
-
-
-def test_a_stored_leaf_over_a_subtree_is_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
-    """Where the target wants leaves below a stored array, they are missing, not the array in their place."""
-    save(tmp_path, {"a": np.ones(2), "b": 1}, 1)
+@pytest.mark.parametrize("stored", [None, np.ones(2)], ids=["none", "array"])
+def test_a_stored_leaf_over_a_subtree_is_an_error(stored: Any, save: Save, flag: bool, tmp_path: Path) -> None:
+    """Where the target wants leaves below a stored None or array, they are missing, not the array in their place."""
+    save(tmp_path, {"a": stored, "b": 1}, 1)
     with pytest.raises(MissingLeavesError, match="a/x"):
         checkpoints.restore_checkpoint(tmp_path, {"a": {"x": np.ones(2)}, "b": 0})
 
@@ -193,10 +187,12 @@ def test_dtypes(save: Save, flag: bool, tmp_path: Path) -> None:
     """The stored dtype comes back, whatever the target's; the setting dtype=target casts."""
     save(tmp_path, {"a": np.array([1.5, 300.0], np.float32), "j": jnp.arange(3)}, 1)
     target = {"a": np.zeros(2, np.float16), "j": jnp.zeros(3, jnp.bfloat16)}
-    restored = checkpoints.restore_checkpoint(tmp_path, target)
-    assert restored["a"].dtype == np.float32 and restored["j"].dtype == np.int32
+    for function in (checkpoints.restore_checkpoint, restore):
+        restored = function(tmp_path, target)
+        assert restored["a"].dtype == np.float32 and restored["j"].dtype == np.int32
     with config.override(dtype="target"):
         cast = checkpoints.restore_checkpoint(tmp_path, target)
+    assert fingerprint(cast) == fingerprint(restore(tmp_path, target, dtype="target"))
     assert cast["a"].dtype == np.float16 and cast["j"].dtype == jnp.bfloat16
     assert cast["a"].tolist() == [1.5, 300.0] and cast["j"].tolist() == [0, 1, 2]
     assert cast["a"].flags.writeable

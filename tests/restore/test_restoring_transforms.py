@@ -25,7 +25,7 @@ from flax_ckpt_compat import checkpoints, config, rules, transforms
 from flax_ckpt_compat._core.errors import TransformError
 from tests.support.peers import version
 from tests.support.profiles import examples
-from tests.support.samples import Fields, Pair
+from tests.support.samples import Fields, Pair, assert_apart
 from tests.support.saves import new_folder, use_flag
 
 NAMES = st.sampled_from(["a", "b", "c", "b1"])
@@ -350,8 +350,6 @@ def test_tuples_as_original_keys(saved: str) -> None:
     """A tuple of names is a key path taken literally, which real Orbax documents and fails on (section 5)."""
     restored = ours(saved, {"new": np.zeros(3)}, {"new": transforms.Transform(original_key=("a", "b"))})
     assert restored["new"].tolist() == [1, 1, 1]
-    with pytest.raises(TransformError, match="new"):
-        ours(saved, {"new": 0}, {"new": transforms.Transform(original_key=("a/b",))})
 
 
 def test_a_stored_none_counts_as_missing(saved: str) -> None:
@@ -361,7 +359,7 @@ def test_a_stored_none_counts_as_missing(saved: str) -> None:
         ours(saved, {"y": 5}, {"y": transforms.Transform(original_key="z")})
 
 
-@pytest.mark.parametrize("given", [transforms.Transform(r"\1"), transforms.Transform("absent"), 3])
+@pytest.mark.parametrize("given", [*map(transforms.Transform, (r"\1", "absent", ("a/b",))), 3], ids=str)
 def test_what_makes_no_sense_is_told(given: Any, saved: str) -> None:
     """A group that is not there, a source that is not stored, and what is not a transform: each named."""
     with pytest.raises(TransformError, match="a/b"):
@@ -448,12 +446,7 @@ def test_results_are_memory_of_their_own(saved: str) -> None:
     restored = ours(saved, {name: np.zeros((2, 3)) for name in names}, given)
     whole = STORED["a"]["w"]
     expected = dict.fromkeys(names, whole) | {"turned": whole.T, "fixed": np.broadcast_to(whole, (2, 2, 3))}
-    for name, array in restored.items():
-        assert array.flags.carray, name
-        np.testing.assert_array_equal(array, expected[name])
-        array[...] = -1
-        for other in names[names.index(name) + 1 :]:
-            np.testing.assert_array_equal(restored[other], expected[other])
+    assert_apart(restored, expected)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -476,10 +469,7 @@ def test_one_result_for_several_leaves(saved: str) -> None:
     """What a function returns more than once is not the memory of two leaves."""
     result = np.ones(3)
     given = {name: transforms.Transform("n", value_fn=lambda _: result) for name in "xyz"}
-    restored = ours(saved, {name: np.zeros(3) for name in "xyz"}, given)
-    for number, value in enumerate(restored.values()):
-        value[...] = number
-    assert [value.tolist() for value in restored.values()] == [[0] * 3, [1] * 3, [2] * 3]
+    assert_apart(ours(saved, {name: np.zeros(3) for name in "xyz"}, given), dict.fromkeys("xyz", np.ones(3)))
 
 
 def test_groups_that_no_key_asks_for(tmp_path: Path) -> None:

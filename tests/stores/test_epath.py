@@ -174,9 +174,3 @@ def test_a_container_that_is_not_there(az_bucket: AnyBucket) -> None:
     assert az_bucket.keys() == []
     with pytest.raises(errors.StorageError, match="there is no bucket 'no-such-one'"):
         checkpoints.restore_checkpoint("az://no-such-one/run", {"w": 1})
-
-
-def test_unknown_schemes_are_refused() -> None:
-    """What epath does not know is an error that names what is known."""
-    with pytest.raises(errors.StorageError, match="the scheme 'ftp://' is unknown"):
-        flax_ckpt_compat.restore("ftp://host/run")

@@ -30,9 +30,7 @@ def _cases() -> Iterator[Any]:
         store = stores[number % len(stores)]
         if store == "shelf" and number % 5 == 0:  # Azurite is slow to answer
             store = "az"
-        yield pytest.param(
-            row, store, id=f"{row.name}, {store}", marks=[] if row["quick_in_store"] else [pytest.mark.slow]
-        )
+        yield pytest.param(row, store, id=f"{row.name}, {store}")
 
 
 @pytest.mark.slow

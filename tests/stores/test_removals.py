@@ -120,32 +120,21 @@ def test_what_nobody_may_read_stays(name: str, bucket: Bucket) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("live", [False, True])
-def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, live: bool, bucket: Bucket) -> None:
-    """A save of another step takes no objects from a folder that another process writes to at the time."""
-    ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
-    now = int(time.time())
-    there = [f"run/checkpoint_0/_begun.{now - YESTERDAY}.{'0' * 32}", "run/checkpoint_0/ocdbt.process_1/d/0"]
+@pytest.mark.parametrize("beside", [False, True], ids=["of another step", "beside a file that is replaced"])
+def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, beside: bool, live: bool, bucket: Bucket) -> None:
+    """A save takes no objects from a folder that another process writes to at the time, and else only arrays."""
+    now, folder = int(time.time()), "run/checkpoint_1_gda" if beside else "run/checkpoint_0"
+    arrays = ("w/.zarray", "w/0.0") if beside else ("ocdbt.process_1/d/0",)
+    there = [f"{folder}/{name}" for name in (f"_begun.{now - YESTERDAY}.{'0' * 32}", *arrays)]
     if live:
-        there.append(f"run/checkpoint_0/_begun.{now}.{'1' * 32}")
-    for key in there:
-        bucket.put(key, b"")
-    ours.save_checkpoint(f"{bucket.url}/run", TREE, 2, keep=9)
-    assert bucket.keys("run/checkpoint_0/") == (sorted(there) if live else [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("live", [False, True])
-def test_arrays_that_another_process_writes_stay(live: bool, bucket: Bucket) -> None:
-    """A msgpack file that is replaced takes the arrays beside it along, unless a save by several processes runs."""
-    ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
-    now, folder = int(time.time()), "run/checkpoint_1_gda"
-    arrays = [f"{folder}/w/.zarray", f"{folder}/w/0.0", f"{folder}/_begun.{now - YESTERDAY}.{'0' * 32}"]
-    if live:
-        arrays.append(f"{folder}/_begun.{now - YESTERDAY + 7200}.{'1' * 32}")
-    for key in (*arrays, f"{folder}/notes"):
-        bucket.put(key, b"")
-    ours.save_checkpoint(f"{bucket.url}/run", TREE, 1, overwrite=True)
-    assert bucket.keys(folder) == sorted([*arrays * live, f"{folder}/notes"])
+        there.append(f"{folder}/_begun.{now - YESTERDAY + 7200}.{'1' * 32}")
+    notes = [f"{folder}/notes"] * beside
+    with use_flag(flag and not beside):
+        ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
+        for key in (*there, *notes):
+            bucket.put(key, b"")
+        ours.save_checkpoint(f"{bucket.url}/run", TREE, 1 if beside else 2, keep=9, overwrite=beside)
+    assert bucket.keys(f"{folder}/") == sorted([*there * live, *notes])
 
 
 CHANGES = ("PUT", "POST", "DELETE")

@@ -186,3 +186,14 @@ def _one_level(tree: Any) -> tuple[list[Any] | None, Any]:
     if jax.tree_util.all_leaves([tree]):
         return None, None
     return jax.tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+
+
+def assert_apart(arrays: Any, expected: Any) -> None:
+    """Fail unless all are as expected, writable and in C order, and what is written to one shows in no other."""
+    leaves, wanted = jax.tree.leaves(arrays), jax.tree.leaves(expected)
+    for number, leaf in enumerate(leaves):
+        assert leaf.flags.carray, number
+        np.testing.assert_array_equal(leaf, wanted[number])
+        leaf[...] = -1
+        for later, value in zip(leaves[number + 1 :], wanted[number + 1 :], strict=True):
+            np.testing.assert_array_equal(later, value, err_msg=f"{number} shows in it")

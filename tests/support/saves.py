@@ -71,6 +71,14 @@ def saved_by_peer(directory: Path, tree: Any, *, real_orbax: bool = False) -> st
         return flax_checkpoints.save_checkpoint(directory, tree, 1)
 
 
+def save_items(root: Path, step: int = 3, **items: Any) -> None:
+    """Save a step of real Orbax's CheckpointManager: trees, and what is an argument of a handler for something else."""
+    kinds = ocp.args.CheckpointArgs
+    args = {name: item if isinstance(item, kinds) else ocp.args.PyTreeSave(item) for name, item in items.items()}
+    with ocp.CheckpointManager(root) as manager:
+        manager.save(step, args=ocp.args.Composite(**args))
+
+
 def set_aside(path: Path) -> None:
     """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
     path.rename(temporaries.temporary_path(str(path), "old"))
