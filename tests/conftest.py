@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests.reliability import shim
 from tests.support import interpreters, profiles, sharing_out
 
 if TYPE_CHECKING:
@@ -57,12 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _suits(folder: str) -> bool:
     """Return whether a folder has room, and extended attributes for checksums: tmpfs has them since Linux 6.6."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            os.setxattr(file.name, "user.probe", b"")
-        return shutil.disk_usage(folder).free > _TEMPORARY_BYTES
-    except (OSError, AttributeError):
-        return False
+    return shim.holds_attributes(folder) and shutil.disk_usage(folder).free > _TEMPORARY_BYTES
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -118,13 +118,3 @@ def test_a_refused_access_is_a_permission_error(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(PermissionError, match="check the permissions") as caught:
         checkpoints.restore_checkpoint(tmp_path, None)
     assert type(caught.value) is errors.PermissionDeniedError and caught.value.errno == errno.EACCES
-
-
-def test_public_errors_come_from_where_they_say(tmp_path: Path) -> None:
-    """Errors of the restore path name the file and keep the lower error as the cause."""
-    from flax_ckpt_compat import checkpoints
-
-    (tmp_path / "f").write_bytes(b"\x81\xa1a")
-    with pytest.raises(errors.CorruptCheckpointError, match="f") as caught:
-        checkpoints.restore_checkpoint(tmp_path / "f", None)
-    assert caught.value.path == str(tmp_path / "f")

@@ -66,17 +66,6 @@ def test_every_public_function_becomes_ours_and_helpers_stay(
     assert all(vars(real)[name] is getattr(ours, name) for name in NAMES)
 
 
-def test_installing_twice_is_installing_once(real: types.ModuleType) -> None:
-    """A second install changes nothing, and one uninstall undoes both; so does a second uninstall."""
-    original = real.save_checkpoint
-    flax_ckpt_compat.install()
-    flax_ckpt_compat.install()
-    flax_ckpt_compat.uninstall()
-    assert real.save_checkpoint is original
-    flax_ckpt_compat.uninstall()
-    assert real.save_checkpoint is original
-
-
 def test_names_taken_out_earlier_are_replaced(real: types.ModuleType, user: types.ModuleType) -> None:
     """A module that imported functions before install(), under any name, gets ours, and its own back."""
     vars(user).update(sc=real.save_checkpoint, AsyncManager=real.AsyncManager, other=real.os, c=real, n=None)
@@ -135,36 +124,30 @@ def test_installing_looks_at_no_attribute(real: types.ModuleType) -> None:
             del sys.modules[name]
 
 
-def test_our_own_module_is_not_touched(real: types.ModuleType) -> None:
-    """`flax_ckpt_compat.checkpoints` has the same namespace before, during and after."""
-    before = dict(vars(ours))
-    with flax_ckpt_compat.installed():
-        assert dict(vars(ours)) == before
-    assert dict(vars(ours)) == before
+def test_ways_in_and_out(real: types.ModuleType) -> None:
+    """Twice is once, whether in or out; only the last way out of contexts undoes, be it an exception or IPython's.
 
-
-def test_contexts_nest(real: types.ModuleType) -> None:
-    """Only the last way out undoes: inner contexts and explicit installs do not disturb each other."""
-    original = real.save_checkpoint
+    `flax_ckpt_compat.checkpoints` has the same namespace before, during and after."""
+    original, own = real.save_checkpoint, dict(vars(ours))
+    for change in (flax_ckpt_compat.install, flax_ckpt_compat.uninstall):
+        for _ in range(2):
+            change()
+            assert (real.save_checkpoint is original) == (change is flax_ckpt_compat.uninstall)
     with flax_ckpt_compat.installed():
         with flax_ckpt_compat.installed():
-            pass
+            assert dict(vars(ours)) == own
         assert real.save_checkpoint is ours.save_checkpoint
         flax_ckpt_compat.uninstall()
         assert real.save_checkpoint is ours.save_checkpoint
     assert real.save_checkpoint is original
-    flax_ckpt_compat.install()
+    flax_ckpt_compat.load_ipython_extension(None)
     with flax_ckpt_compat.installed():
         pass
     assert real.save_checkpoint is ours.save_checkpoint
-
-
-def test_an_error_in_the_body_undoes_too(real: types.ModuleType) -> None:
-    """The context ends by an exception as it ends otherwise."""
-    original = real.save_checkpoint
+    flax_ckpt_compat.unload_ipython_extension(None)
     with pytest.raises(KeyError), flax_ckpt_compat.installed():
         raise KeyError
-    assert real.save_checkpoint is original
+    assert real.save_checkpoint is original and dict(vars(ours)) == own
 
 
 @pytest.mark.slow
@@ -307,12 +290,3 @@ def test_only_module_names_are_replaced(real: types.ModuleType, user: types.Modu
     assert user.later.func is before
     assert pickle.loads(pickle.dumps(real.save_checkpoint)) is ours.save_checkpoint
     assert list(inspect.signature(real.save_checkpoint).parameters) == list(inspect.signature(before).parameters)
-
-
-def test_ipython_extension(real: types.ModuleType) -> None:
-    """The functions that IPython calls for %load_ext and %unload_ext install and uninstall."""
-    original = real.save_checkpoint
-    flax_ckpt_compat.load_ipython_extension(None)
-    assert real.save_checkpoint is ours.save_checkpoint
-    flax_ckpt_compat.unload_ipython_extension(None)
-    assert real.save_checkpoint is original

@@ -52,35 +52,29 @@ def runs() -> Iterator[Path]:
         shutil.rmtree(top)
 
 
-def test_ls(runs: Path) -> None:
-    """It lists all others, and says which it could not."""
-    result = run("ls", runs, "--recursive")
-    assert (result.exit_code, result.stdout.count("complete  ")) == (2, 1), result.output
-    assert f"{runs}/lost+found could not be listed: Permission denied; check the permissions" in result.stderr
-    result = run("ls", runs / "a")
-    assert result.exit_code == 0
-    assert "incomplete: permission to list it is denied" in result.stdout.splitlines()[1]
+# Command → its exit code, and what it prints of all that could be looked at, and of what could not.
+COMMANDS: dict[tuple[str, ...], tuple[int, list[str]]] = {
+    ("ls", "{runs}", "--recursive"): (
+        2,
+        ["complete  ", "{runs}/lost+found could not be listed: Permission denied; check the permissions"],
+    ),
+    ("ls", "{runs}/a"): (0, ["incomplete: permission to list it is denied"]),
+    ("verify", "{runs}"): (1, ["3 checkpoints: 1 ok, 2 unreadable."]),
+    ("clean", "{runs}"): (0, ["stays, because the system refused to list it"]),
+    ("convert", "{runs}/a", "{runs}/../b", "--to", "msgpack"): (1, ["1 converted, 1 failed: 24 B"]),
+}
 
 
-def test_verify(runs: Path) -> None:
-    """What may be a checkpoint is unreadable, and so not well."""
-    result = run("verify", runs)
-    assert result.exit_code == 1
-    assert "3 checkpoints: 1 ok, 2 unreadable." in result.stdout.splitlines(), result.output
-
-
-def test_clean(runs: Path) -> None:
-    """It says that more may be there."""
-    result = run("clean", runs)
-    assert result.stdout.count("stays, because the system refused to list it") == 2, result.output
-
-
-def test_convert(runs: Path) -> None:
-    """All others are converted."""
-    result = run("convert", runs / "a", runs.parent / "b", "--to", "msgpack")
-    assert result.exit_code == 1
-    assert "1 converted, 1 failed: 24 B" in result.stdout, result.output
-    assert (runs.parent / "b" / "checkpoint_2").is_file()
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands(words: tuple[str, ...], runs: Path) -> None:
+    """They do their work with all others, and say which they could not look at, and that more may be there."""
+    code, texts = COMMANDS[words]
+    result = run(*(word.format(runs=runs) for word in words))
+    assert result.exit_code == code, result.output
+    for text in texts:
+        found = result.output.count(text.format(runs=runs))
+        assert found == (2 if words[0] == "clean" else 1), result.output
+    assert words[0] != "convert" or (runs.parent / "b" / "checkpoint_2").is_file()
 
 
 def test_saves(runs: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -243,8 +243,9 @@ def test_truncated_files_at_every_length(tmp_path: Path) -> None:
     whole = serialization.to_bytes(TREE)
     for length in range(len(whole)):
         (tmp_path / "f").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=str(tmp_path / "f")):
+        with pytest.raises(CheckpointError, match=str(tmp_path / "f")) as caught:
             checkpoints.restore_checkpoint(tmp_path / "f", None)
+        assert caught.value.path == str(tmp_path / "f")
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -206,33 +206,25 @@ def real_orbax_may_warn() -> Any:
         yield
 
 
+@pytest.mark.parametrize("is_typed", [True, False], ids=["with types", "without types"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scalars_of_directories_with_types(tmp_path: Path, kind: str) -> None:
-    """A stored scalar is the Python number or the numpy scalar that the target has, and never becomes an array."""
-    ocp.PyTreeCheckpointer().save(tmp_path / "c", SCALARS)
-    restored = checkpoints.restore_checkpoint(tmp_path / "c", KINDS[kind])
-    asked = {"python": lambda a: a.item(), "numpy scalar": lambda a: a[()]}.get(kind)
-    plain = SCALARS | {"i64": 4, "f64": 0.5}
-    assert fingerprint(restored) == fingerprint(
-        {name: asked(np.asarray(value)) for name, value in SCALARS.items()} if asked else plain
-    )
+def test_scalars_of_directories(tmp_path: Path, kind: str, is_typed: bool) -> None:
+    """A stored scalar is the Python number or the numpy scalar that the target has, and never becomes an array.
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scalars_of_directories_without_types(tmp_path: Path, kind: str) -> None:
-    """Before ``_METADATA`` all of them were stored alike, so the target decides among all three."""
+    Before ``_METADATA`` all of them were stored alike, so the target decides among all three."""
     ocp.PyTreeCheckpointer().save(tmp_path / "c", SCALARS)
-    (tmp_path / "c" / "_METADATA").unlink()
-    (tmp_path / "c" / "checkpoint").write_bytes(msgpack.packb({name: f"PLACEHOLDER://{name}" for name in SCALARS}))
     asked = {"python": lambda a: a.item(), "numpy scalar": lambda a: a[()], "array": lambda a: a}[kind]
     expected = {name: asked(np.asarray(value)) for name, value in SCALARS.items()}
-    if kind == "python":
-        expected["f32"] = np.asarray(np.float32(1.5))  # no Python number was ever stored so narrow
+    if is_typed and kind == "array":
+        expected = SCALARS | {"i64": 4, "f64": 0.5}
+    if not is_typed:
+        (tmp_path / "c" / "_METADATA").unlink()
+        (tmp_path / "c" / "checkpoint").write_bytes(msgpack.packb({name: f"PLACEHOLDER://{name}" for name in SCALARS}))
+        narrow = np.asarray(np.float32(1.5))  # no Python number was ever stored so
+        expected |= {"f32": narrow} if kind == "python" else {}
+        alone = checkpoints.restore_checkpoint(tmp_path / "c", None)
+        assert fingerprint(alone) == fingerprint({"i": 3, "f": 2.5, "b": True, "i64": 4, "f64": 0.5, "f32": narrow})
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path / "c", KINDS[kind])) == fingerprint(expected)
-    alone = checkpoints.restore_checkpoint(tmp_path / "c", None)
-    assert fingerprint(alone) == fingerprint(
-        {"i": 3, "f": 2.5, "b": True, "i64": 4, "f64": 0.5, "f32": np.asarray(np.float32(1.5))}
-    )
 
 
 def test_what_may_be_a_key(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, 
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat.transforms import Transform
+from tests.support.path_kinds import digest
 from tests.support.saves import use_flag
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +36,6 @@ ARRAYS = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9).flatma
 )
 TREES = st.dictionaries(st.text("abc", min_size=1, max_size=9), ARRAYS, min_size=1, max_size=5)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is mapped, or read")
-
-
-def digest(folder: Path) -> dict[str, str]:
-    """What all files below a folder hold."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def mapped_files(folder: Path) -> set[str]:

@@ -1,6 +1,5 @@
 """What comes back from a restore: kinds of leaves, devices, memory, and how callers of Flax call it."""
 
-import base64
 import gc
 import json
 import re
@@ -17,6 +16,7 @@ from flax import serialization
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, errors
 from tests.support.interpreters import devices
+from tests.support.path_kinds import GDA, gda_values
 from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, assert_apart, fingerprint, nnx_model
 from tests.support.saves import Save, run_python, use_flag
@@ -134,14 +134,11 @@ def test_restored_jax_arrays_are_theirs_alone(tmp_path: Path) -> None:
     del noise
 
 
-GDA = Path(__file__).parents[1] / "data" / "gda"
-
-
 @pytest.mark.parametrize("kind", ["no target", "numpy", "jax", "abstract"])
 def test_arrays_of_several_processes(kind: str) -> None:
     """One process reads them: to the host without a target or sharding, else as the target's sharding says."""
     raw = checkpoints.restore_checkpoint(GDA / "two_processes_tree", None)
-    whole = np.arange(3, 35, dtype=np.float32).reshape(8, 4)  # as written down in expected.json
+    whole = gda_values("two_processes_tree")["params"]["xy"]
     assert type(raw["params"]["xy"]) is np.ndarray
     np.testing.assert_array_equal(raw["params"]["xy"], whole)
     leaf = {
@@ -174,8 +171,7 @@ def test_one_array_of_several_processes(target: Any) -> None:
     """A single such array as the whole tree restores, which Flax itself cannot."""
     restored = checkpoints.restore_checkpoint(GDA / "two_processes_leaf", target)
     assert isinstance(restored, jax.Array) == isinstance(target, jax.Array)
-    saved = json.loads((GDA / "two_processes_leaf" / "expected.json").read_text())
-    assert np.asarray(restored).tobytes() == base64.b64decode(next(iter(saved.values()))["data"])
+    np.testing.assert_array_equal(np.asarray(restored), gda_values("two_processes_leaf"), strict=True)
 
 
 @pytest.mark.parametrize("is_abstract", [True, False])

@@ -43,16 +43,6 @@ def test_there_and_back(bucket: Bucket, tmp_path: Path, to: str) -> None:
     assert filecmp.cmpfiles(tmp_path / "src", tmp_path / "back", names, shallow=False) == (names, [], [])
 
 
-def test_safetensors_in_a_store(bucket: Bucket, tmp_path: Path) -> None:
-    """They are written there, and read from there."""
-    tree = {"a": {"w": np.arange(5, dtype=np.int16)}, "n": 3}
-    flax_ckpt_compat.save(tmp_path / "src", tree, format="orbax")
-    url = f"{bucket.url}/model.safetensors"
-    flax_ckpt_compat.convert(tmp_path / "src", url, "safetensors")
-    found = flax_ckpt_compat.restore(url)
-    assert found["n"] == 3 and found["a"]["w"].tobytes() == tree["a"]["w"].tobytes()  # type: ignore[index]
-
-
 def test_list_of_a_store(flag: bool, bucket: Bucket) -> None:
     """The checkpoints of a URL with the bytes of their objects; a URL below which there is nothing is refused."""
     url = f"{bucket.url}/run"

@@ -112,7 +112,7 @@ def test_an_upload_that_never_ended_counts_as_nothing(place: AnyBucket, caplog: 
 
 
 def test_other_layouts(place: AnyBucket, tmp_path: Path) -> None:
-    """Files of other programs are read from there, too."""
+    """Files of other programs are read from there, too, and safetensors written."""
     np.savez(tmp_path / "a.npz", **{"a/b": np.ones(3)})
     place.put("models/a.npz", (tmp_path / "a.npz").read_bytes())
     place.put("models/flax_model.msgpack", serialization.to_bytes({"a": np.ones(2)}))
@@ -120,6 +120,8 @@ def test_other_layouts(place: AnyBucket, tmp_path: Path) -> None:
     (done,) = flax_ckpt_compat.convert(f"{place.url}/models/flax_model.msgpack", f"{place.url}/out/it", "orbax")
     assert done.error is None
     assert_same(flax_ckpt_compat.restore(f"{place.url}/out/it"), {"a": np.ones(2)})
+    flax_ckpt_compat.convert(f"{place.url}/out/it", f"{place.url}/out/it.safetensors", "safetensors")
+    assert_same(flax_ckpt_compat.restore(f"{place.url}/out/it.safetensors"), {"a": np.ones(2)})
 
 
 def test_what_is_missing(place: AnyBucket) -> None:

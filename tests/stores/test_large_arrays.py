@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,7 @@ NBYTES = 8 * 5_000_000 + 1000 * 1000
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("any_bucket", "format"),
-    [
-        ("s3", "msgpack"),
-        pytest.param("gs", "orbax"),
-        pytest.param("s3", "orbax", marks=pytest.mark.slow),
-        pytest.param("gs", "msgpack", marks=pytest.mark.slow),
-        pytest.param("az", "orbax", marks=pytest.mark.slow),
-        ("shelf", "orbax"),
-    ],
+    [*itertools.product(["s3", "gs"], ["msgpack", "orbax"]), ("az", "orbax"), ("shelf", "orbax")],
     indirect=["any_bucket"],
 )
 def test_reports(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:

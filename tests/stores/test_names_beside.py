@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, restore, save
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core.dtypes import dtype_from_name
 from tests.support import s3
+from tests.support.path_kinds import GDA, gda_values, normal
 from tests.support.s3 import Bucket
 from tests.support.saves import tree, use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
@@ -69,7 +64,6 @@ def test_what_a_store_does_not_let_go(any_bucket: AnyBucket, format: Any, caplog
     assert checkpoints.restore_checkpoint(root, None)["n"] == 2
 
 
-GDA = Path(__file__).parents[1] / "data" / "gda"
 CASES = [("two_processes_leaf", "checkpoint_7"), ("two_processes_tree", "checkpoint_3")]
 
 
@@ -79,19 +73,10 @@ def test_arrays_beside_a_msgpack_file(folder: str, name: str, bucket: Bucket) ->
     root = bucket.upload(GDA / folder, folder)
     with bucket.proxy.failing(s3.sometimes(0.1, seed=3)):
         found = ours.restore_checkpoint(f"{root}/{name}", None)
-    expected = json.loads((GDA / folder / "expected.json").read_text())
-    leaves = {"/".join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-    assert leaves.keys() == expected.keys()
-    for path, saved in expected.items():
-        if saved["kind"] == "py":
-            assert leaves[path] == saved["value"]
-        else:
-            array = np.frombuffer(base64.b64decode(saved["data"]), dtype_from_name(saved["dtype"]))
-            np.testing.assert_array_equal(leaves[path].reshape(-1).view(np.uint8), array.view(np.uint8))
-            assert (leaves[path].dtype, leaves[path].shape) == (array.dtype, tuple(saved["shape"]))
+    assert normal(found) == normal(gda_values(folder))
 
 
-@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
+@STORES
 def test_none_is_lost_with_another(any_bucket: AnyBucket, format: Any) -> None:
     """As on a disk: see `tests.save.test_inside`."""
     root = f"{any_bucket.url}/run"

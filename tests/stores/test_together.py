@@ -24,8 +24,6 @@ from tests.support.saves import use_flag
 from tests.support.team import Team, team_of
 
 WAIT = 1.0
-# Processes agree and send their shares in the same way in both formats.
-IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
@@ -96,7 +94,6 @@ def test_overwriting_and_other_formats(bucket: Bucket) -> None:
 
 
 @pytest.mark.slow
-@IN_ONE_FORMAT
 def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
     """Saves in the background commit in order, hold what was there when they were called, and retention follows."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -105,9 +102,7 @@ def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("orbax", "reader"), [(True, "orbax"), pytest.param(True, "flax", marks=pytest.mark.slow), (False, "flax")]
-)
+@pytest.mark.parametrize(("orbax", "reader"), [(True, "orbax"), (True, "flax"), (False, "flax")])
 def test_real_readers(orbax: bool, reader: str, bucket: Bucket, tmp_path: Path) -> None:
     """Real Orbax and real Flax, in two processes and on another mesh, read a copy of what was saved."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -129,9 +124,7 @@ def test_no_array_passes_through_process_0(orbax: bool, bucket: Bucket, proxies:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("orbax", "victim"), [(False, 0), *(pytest.param(True, victim, marks=pytest.mark.slow) for victim in (0, 1))]
-)
+@pytest.mark.parametrize(("orbax", "victim"), [(False, 0), (True, 0), (True, 1)])
 def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: list[Proxy]) -> None:
     """The step that was to be replaced stays whole until the commit, the others hear of it, and the next save works."""
     team, root = Team(2, outside=True), f"{bucket.url}/run"
@@ -162,10 +155,7 @@ def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("orbax", "failing"),
-    [(True, 0), (False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 0)))],
-)
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies: list[Proxy]) -> None:
     """All hear why, what was there stays whole, and what was sent is removed."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
@@ -182,7 +172,6 @@ def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies
 
 
 @pytest.mark.slow
-@IN_ONE_FORMAT
 def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """Process 0 misses it before it commits, says whose it is and of which leaf, and what was there stays."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
@@ -230,7 +219,6 @@ def test_a_commit_that_loses_late(bucket: Bucket) -> None:
 
 
 @pytest.mark.slow
-@IN_ONE_FORMAT
 def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """What a process sends after process 0 has given up, it removes again, and says that nothing was saved."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"

@@ -581,7 +581,8 @@ def _json_alone(path: Path) -> None:
         checkpointer.save(path, args=ocp.args.JsonSave(NOTES))
 
 
-def _gda_values(name: str) -> Any:
+def gda_values(name: str) -> Any:
+    """What two processes of real Flax saved into a folder of ``tests/data/gda``."""
     entries = json.loads((GDA / name / "expected.json").read_text(encoding="utf-8"))
     tree: dict[str, Any] = {}
     for path, entry in entries.items():
@@ -611,8 +612,8 @@ def values() -> dict[str, dict[str, Any]]:
         "npz": {"this": {"w": PARAMS["w"]}},
         "msgpack, one array": bare,
         "orbax, small": {"this": SMALL},
-        "gda": {"this": _gda_values("two_processes_tree")},
-        "gda, one array": {"this": _gda_values("two_processes_leaf")},
+        "gda": {"this": gda_values("two_processes_tree")},
+        "gda, one array": {"this": gda_values("two_processes_leaf")},
         "bare array": bare,
         "bare array, zarr3": bare,
         "bare number": {"this": 6},
