@@ -234,9 +234,10 @@ def test_what_only_its_own_handler_reads_is_copied_byte_for_byte_and_noted(step:
     assert (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").read_bytes() == bytes(range(256))
     assert [note for note in done.notes if "assets" in note and "vocabulary" in note]
     assert [result.status for result in convert(resume=True)] == ["kept"]
-    (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").write_bytes(b"\1" + bytes(range(1, 256)))
-    with pytest.raises(errors.ConversionError, match=r"assets/deep/logo\.png has other bytes"):
-        convert(resume=True)
+    for other in (b"\1" + bytes(range(1, 256)), b""):
+        (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").write_bytes(other)
+        with pytest.raises(errors.ConversionError, match=r"assets/deep/logo\.png has other bytes"):
+            convert(resume=True)
     (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").unlink()
     (tmp_path / "dst" / "5" / "mean" / "more").write_bytes(b"x")  # which its handler may read
     with pytest.raises(errors.ConversionError, match="mean/more is not in the source"):

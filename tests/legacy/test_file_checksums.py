@@ -28,6 +28,7 @@ from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
+from tests.support.disks import flip
 from tests.support.profiles import examples
 from tests.support.saves import use_flag
 from tests.support.trees import arrays, fill, fingerprint, to_branches, to_values
@@ -81,26 +82,15 @@ def load(path: Path) -> Any:
         reader.close()
 
 
-def rot(path: Path, offset: int, mask: int = 1) -> None:
-    """Flips bits of a byte as a disk does: the file system notices nothing."""
-    status = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ mask]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def test_every_flipped_byte_of_a_small_file_is_found(path: Path) -> None:
     """In data, keys, headers and numbers."""
     write(path, SMALL)
     assert fingerprint(load(path)) == fingerprint(SMALL)
     for offset in range(path.stat().st_size):
-        rot(path, offset)
+        flip(path, offset)
         with pytest.raises(ChecksumError, match="are not what was saved"):
             load(path)
-        rot(path, offset)
+        flip(path, offset)
     assert fingerprint(load(path)) == fingerprint(SMALL)
 
 
@@ -112,11 +102,11 @@ def test_flipped_bits_of_large_files_are_found(path: Path) -> None:
     assert fingerprint(load(path)) == fingerprint(tree)
     rng, size = random.Random(1), path.stat().st_size
     for _ in range(40):
-        offset, mask = rng.randrange(size), 1 << rng.randrange(8)
-        rot(path, offset, mask)
+        offset, bit = rng.randrange(size), rng.randrange(8)
+        flip(path, offset, bit)
         with pytest.raises(ValueError, match=r"are not what was saved|expected a Flax msgpack checkpoint"):
             load(path)
-        rot(path, offset, mask)
+        flip(path, offset, bit)
     assert fingerprint(load(path)) == fingerprint(tree)
 
 
@@ -127,7 +117,7 @@ def test_flipped_bits_of_large_files_without_arrays_are_found(path: Path, tree: 
     write(path, tree)
     assert load(path) == tree
     value = struct.pack(">d", 300.5) if "300" in tree else b"300"
-    rot(path, path.read_bytes().index(value) + len(value) - 1)
+    flip(path, path.read_bytes().index(value) + len(value) - 1)
     for read in (load, lambda path: checkpoints.restore_checkpoint(path, None)):
         with pytest.raises(ChecksumError):
             read(path)
@@ -137,7 +127,7 @@ def test_the_error_names_the_leaf_and_the_way_out(path: Path) -> None:
     """The leaf whose bytes were damaged, through the public function, and the setting that reads it as it is."""
     tree = {"inner": {"w": np.arange(2 * MIB, dtype=np.float32)}}
     checkpoints.save_checkpoint(path.parent, tree, 1)
-    rot(path, 3 * MIB)
+    flip(path, 3 * MIB)
     with pytest.raises(ChecksumError, match=r"bytes 3145728 to 4194304 .*'inner/w'.*checksums='off'") as caught:
         checkpoints.restore_checkpoint(path.parent, None)
     assert caught.value.leaf == "inner/w"
@@ -158,10 +148,10 @@ def test_the_attribute_is_as_the_guide_says(path: Path) -> None:
         as_recorded += zlib.crc32(as_recorded).to_bytes(4, "little")
         assert len(content) < 100 and (name == "crc32" or content == as_recorded)
         os.setxattr(path, ATTRIBUTE, as_recorded)
-        rot(path, MIB + 100)
+        flip(path, MIB + 100)
         with pytest.raises(ChecksumError):
             load(path)
-        rot(path, MIB + 100)
+        flip(path, MIB + 100)
         assert fingerprint(load(path)) == fingerprint(LARGE)
 
 
@@ -222,7 +212,7 @@ def test_touched_and_copied_files_are_restored(path: Path) -> None:
     os.utime(names["touch"])
     for name, file in names.items():
         assert fingerprint(load(file)) == fingerprint(SMALL)
-        rot(file, 60)
+        flip(file, 60)
         if name in ("cp-a", "mv"):
             with pytest.raises(ChecksumError):
                 load(file)
@@ -250,7 +240,7 @@ def test_without_attributes_nothing_is_verified(path: Path, monkeypatch: pytest.
     for name in ["setxattr", "getxattr"] if not names else []:
         monkeypatch.setattr(os, name, refused)
     write(path, SMALL)
-    rot(path, 60)
+    flip(path, 60)
     assert load(path)["step"] == 7
 
 
@@ -258,7 +248,7 @@ def test_without_attributes_nothing_is_verified(path: Path, monkeypatch: pytest.
 def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
     """One large leaf is verified without the rest; a small one is read alone; leaves and slices may overlap."""
     write(path, LARGE)
-    rot(path, path.stat().st_size - 40)  # of the last leaf
+    flip(path, path.stat().st_size - 40)  # of the last leaf
     reader = BACKEND.open(location_of(path), verify=True)
     leaves = {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree)}
     both = [leaves["a"], ArraySlice(leaves["a"], (slice(1, 2), slice(0, MIB // 4))), leaves["s007"], leaves["a"]]
@@ -272,7 +262,7 @@ def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
         with pytest.raises(ChecksumError, match="are not what was saved"):
             reader.verify_checksums(handle)
     reader.close()
-    rot(path, 2 * MIB)  # of the first one
+    flip(path, 2 * MIB)  # of the first one
     reader = BACKEND.open(location_of(path), verify=True)
     handle = next(leaf for at, leaf in iter_leaves(reader.tree) if at == ("a",))
     with pytest.raises(ChecksumError, match="'a'"):
@@ -323,7 +313,7 @@ def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert fingerprint(load(path)) == fingerprint(LARGE)
     reader = BACKEND.open(location_of(path), verify=True)
     leaves = {at[0]: leaf for at, leaf in iter_leaves(reader.tree) if len(at) == 1}
-    rot(path, 100)
+    flip(path, 100)
     np.testing.assert_array_equal(reader.read([leaves["z"]])[0], LARGE["z"])
     with pytest.raises(ChecksumError):
         reader.read([leaf for name, leaf in leaves.items() if name != "z"])

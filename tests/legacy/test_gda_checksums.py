@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from jax.experimental.array_serialization import serialization as array_serializ
 from flax_ckpt_compat import config, errors, restore, verify
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.location import location_of
+from tests.support.disks import flip
 from tests.support.spread import OPTIONS, Spread, save
 
 W = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -41,17 +41,6 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def flip(file: Path, at: int) -> None:
-    """One bit changes as on a decaying disk: size and time stay."""
-    status = os.stat(file)
-    with open(file, "r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ 1 << at % 8]))
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 @pytest.mark.slow
 def test_no_flip_is_silent(saved: Path) -> None:
     """In no byte of any file of the folder; `verify` finds each, and so does a restore."""
@@ -61,14 +50,14 @@ def test_no_flip_is_silent(saved: Path) -> None:
             continue
         size = file.stat().st_size
         for at in {*range(0, size, max(1, size // 20)), size - 1}:
-            flip(file, at)
+            flip(file, at, at % 8)
             if file.name != ".zarray" and (at, at % 8) == UNUSED:
                 np.testing.assert_array_equal(restore(saved)["w"], expected["w"])
             else:
                 with pytest.raises(errors.CorruptCheckpointError):
                     restore(saved)
                 assert verify(saved).state == "damaged"
-            flip(file, at)
+            flip(file, at, at % 8)
             seen += 1
     assert seen > 80
     assert verify(saved).ok

@@ -144,15 +144,7 @@ def test_an_array_of_another_process_alone_is_refused() -> None:
 def test_spread_key_data(tmp_path: Path) -> None:
     """A PRNG key whose data is spread comes back as a key."""
     data = np.arange(8, dtype=np.uint32).reshape(4, 2)
-    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
-    prepared = [
-        BACKEND.prepare(to_branches({"k": KeyData("threefry2x32", half(data, i))}), ProcessInfo(i, 2)) for i in (0, 1)
-    ]
-    BACKEND.begin_multiprocess(ProcessSave(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2)))
-    for index in (0, 1):
-        BACKEND.write_process_part(ProcessSave(temporary, prepared[index], OPTIONS, ProcessInfo(index, 2)))
-    BACKEND.finish_multiprocess(ProcessSave(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2)))
-    atomic.publish(temporary, str(tmp_path / "c_1"))
+    save(tmp_path / "c_1", {"k": KeyData("threefry2x32", Spread(data))})
     key = load(tmp_path / "c_1")[("k",)]
     assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
     assert not verify(tmp_path / "c_1").damaged

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import KeyData
+from tests.support.disks import counted
 from tests.support.trees import fingerprint
 
 
@@ -34,34 +35,15 @@ def test_slices_are_those_of_numpy(save, limit, monkeypatch):
     reader.close()
 
 
-def _counting(monkeypatch):
-    """Counts the bytes that preadv and pread deliver from here on."""
-    counts = []
-    real_vector, real_plain = os.preadv, os.pread
-
-    def vector(fd, buffers, offset, *flags):
-        counts.append(real_vector(fd, buffers, offset, *flags))
-        return counts[-1]
-
-    def plain(fd, length, offset):
-        data = real_plain(fd, length, offset)
-        counts.append(len(data))
-        return data
-
-    monkeypatch.setattr(os, "preadv", vector)
-    monkeypatch.setattr(os, "pread", plain)
-    return counts
-
-
 @pytest.mark.usefixtures("in_windows")
 @pytest.mark.parametrize("size", [10, 2**18])
-def test_reads_only_what_is_asked(save, monkeypatch, size):
+def test_reads_only_what_is_asked(save, size):
     """Reading two of several leaves reads exactly their bytes."""
     path = save({f"layer_{index}": {"w": np.full(size, index, np.float32), "pad": "x" * 600} for index in range(12)})
     reader = BACKEND.open(location_of(path))
-    counts = _counting(monkeypatch)
-    values = reader.read([reader.tree.children[name].children["w"] for name in ("layer_7", "layer_3")])
-    assert sum(counts) == 2 * size * 4
+    with counted() as count:
+        values = reader.read([reader.tree.children[name].children["w"] for name in ("layer_7", "layer_3")])
+    assert count() == 2 * size * 4
     assert [value[0] for value in values] == [7, 3]
 
 

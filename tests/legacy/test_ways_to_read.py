@@ -261,6 +261,8 @@ def test_same_length_of_another_header(scratch: Callable[[], Path]) -> None:
     """Arrays of the same size in other shapes, and scalars with the bytes of arrays, are told apart."""
     shapes = [(2, 3), (3, 2), (6,), (1, 6), (6, 1)] * 5
     tree = {f"a{n:02}": np.arange(6, dtype="f4").reshape(shape) + n for n, shape in enumerate(shapes)}
+    # Of one length and with one first axis, only the names of the dtypes differ.
+    tree |= {"t": np.arange(6, dtype="i2").reshape(2, 3), "u": np.arange(12, dtype="u1").reshape(2, 6)}
     tree |= {"s": np.float32(1), "z": np.full((), 2, "f4"), "y": np.float32(3), "x": np.full((), 4, "f4")}
     check(scratch(), flax.serialization.to_bytes(tree))
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard
+from tests.support.disks import counted
 from tests.support.orbax_trees import BACKEND, branches, handles
 from tests.support.spread import whole
 
@@ -199,14 +200,14 @@ def prepare_alone(shape: tuple[int, int], copied: bool) -> str:
     return "prepared"
 
 
-def save_real(path: str, shape: tuple[int, int]) -> None:
+def save_real(path: str, shape: tuple[int, int], options: dict[str, bool]) -> None:
     """Real Orbax saves what it can hold."""
     import orbax.checkpoint as ocp
 
     mesh = mesh_of(shape)
     keys = jax.random.wrap_key_data(spread(key_data(), mesh, PartitionSpec("x")))
     tree = {**arrays(mesh, ours=False), "keys": keys, **plain()}
-    ocp.PyTreeCheckpointer().save(path, tree)
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
 
 
 def wrong_shards(array: jax.Array, expected: np.ndarray[Any, Any]) -> list[str]:
@@ -234,6 +235,9 @@ def check_real(path: str, shape: tuple[int, int] | None, names: list[str]) -> di
         args["keys"] = ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec("x")))
         args["here"] = ocp.RestoreArgs(restore_type=np.ndarray)
     restored = ocp.PyTreeCheckpointer().restore(path, restore_args=args)
+    if shape is None:
+        saved = arrays(mesh_of((2, 2)))
+        assert all(restored[name].sharding.is_equivalent_to(saved[name].sharding, saved[name].ndim) for name in names)
     return _compared(restored, names)
 
 
@@ -272,29 +276,14 @@ def check_ours(path: str, shape: tuple[int, int], names: list[str]) -> dict[str,
         indices = sharding.addressable_devices_indices_map(expected[name].shape).values()
         boxes = {str(box): box for box in (normalize_index(index, expected[name].shape) for index in indices)}
         asked += [(name, ArraySlice(found[name], box), box) for box in boxes.values()]
-    parts, read = _counted(lambda: found[names[0]].reader.read([part for _, part, _ in asked]))
+    with counted() as read:
+        parts = found[names[0]].reader.read([part for _, part, _ in asked])
     for (name, _, box), part in zip(asked, parts, strict=True):
         wanted = np.array(expected[name][box], order="C")
         if (part.dtype, part.shape, part.tobytes()) != (wanted.dtype, wanted.shape, wanted.tobytes()):
             wrong[name] = f"{box}: {part}"
-    wrong["bytes"] = [read, sum(part.nbytes for part in parts)]
+    wrong["bytes"] = [read(), sum(part.nbytes for part in parts)]
     return wrong
-
-
-def _counted(read: Any) -> tuple[Any, int]:
-    real, total = os.preadv, 0
-
-    def counting(*arguments: Any) -> int:
-        nonlocal total
-        count = real(*arguments)
-        total += count
-        return count
-
-    os.preadv = counting
-    try:
-        return read(), total
-    finally:
-        os.preadv = real
 
 
 def save_uneven(path: str) -> str:

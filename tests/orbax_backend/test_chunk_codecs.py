@@ -2,52 +2,34 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from tests.orbax_backend.conftest import WRITERS, pytree
 from tests.support.orbax_trees import handles, load
-from tests.support.peers import ocp_v1, pytree_handler
 from tests.support.trees import fill, fingerprint
 
 DTYPES = ["bool", "int8", "uint16", "int32", "float64", "complex64", "bfloat16", "float8_e4m3fn", "int4"]
 SHAPE = (30, 40)
 BOXES = [np.s_[0:30, 0:40], np.s_[3:17, 5:6], np.s_[14:16, 0:40], np.s_[29:30, 39:40], np.s_[4:4, 0:40]]
-Write = Callable[[Path, dict[str, Any]], Path]
 
 
-def _v0(*, cut: bool = False, **options: Any) -> Write:
-    def write(path: Path, tree: dict[str, Any]) -> Path:
-        # Arrays in several chunks, of which some are so small that they lie in the index.
-        save_args = {name: ocp.SaveArgs(chunk_byte_size=value.nbytes // 6) for name, value in tree.items()}
-        args = ocp.args.PyTreeSave(tree, save_args=save_args if cut else None)
-        ocp.Checkpointer(pytree_handler(**options)).save(path, args=args)
-        return path
-
-    return write
-
-
-def _v1(path: Path, tree: dict[str, Any]) -> Path:
-    ocp_v1.save(path, tree)
-    return path / "state"
-
-
-LAYOUTS: dict[str, Write] = {
-    "v0": _v0(),
-    "v0 cut": _v0(cut=True),
-    "v0 plain": _v0(cut=True, use_compression=False),
-    "v0 files": _v0(cut=True, use_ocdbt=False),
-    "zarr3 cut": _v0(cut=True, use_zarr3=True),
-    "zarr3 files": _v0(cut=True, use_zarr3=True, use_ocdbt=False),
-    "v1": _v1,
+LAYOUTS = {
+    "v0": WRITERS["v0"],
+    "v0 cut": pytree(cut=True),
+    "v0 plain": pytree(cut=True, use_compression=False),
+    "v0 files": pytree(cut=True, use_ocdbt=False),
+    "zarr3 cut": pytree(cut=True, use_zarr3=True),
+    "zarr3 files": pytree(cut=True, use_zarr3=True, use_ocdbt=False),
+    "v1": WRITERS["v1"],
 }
 
 

@@ -5,14 +5,12 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
@@ -23,9 +21,11 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     UnrecognizedFormatError,
 )
+from tests.orbax_backend.conftest import WRITERS as REAL
+from tests.orbax_backend.conftest import pytree
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import change_metadata, load, on_host, save
-from tests.support.peers import pytree_handler, skip_without_typed_keys
+from tests.support.peers import skip_without_typed_keys
 from tests.support.profiles import examples
 from tests.support.trees import fingerprint
 
@@ -40,27 +40,18 @@ TREE = {
 }
 
 
-def _real(**options: Any) -> Callable[[Path, Any], Any]:
-    def write(path: Path, tree: Any) -> None:
-        skip_without_typed_keys()
-        ocp.Checkpointer(pytree_handler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
-
-    return write
-
-
-WRITERS: dict[str, Callable[[Path, Any], Any]] = {
+WRITERS = {
     "ours": save,
     "ours zstd": lambda path, tree: save(path, tree, "zstd"),
-    "real": _real(),
-    "real plain": _real(use_compression=False),
-    "real files": _real(use_ocdbt=False),
-    "real zarr3": _real(use_zarr3=True),
+    **{f"real {name}": REAL[name] for name in ("v0", "uncompressed", "files", "zarr3")},
 }
 
 
 @pytest.fixture(scope="module", params=WRITERS)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each writer, to be copied before it is damaged."""
+    if request.param.startswith("real"):
+        skip_without_typed_keys()
     path = tmp_path_factory.mktemp("written") / "c"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,8 +137,9 @@ def test_our_keys_survive_the_loss_of_array_metadatas(tmp_path: Path) -> None:
 
 def test_keys_that_another_process_lists(tmp_path: Path) -> None:
     """Every process should list all arrays; where the first one does not, the others count."""
+    skip_without_typed_keys()
     path, tree = tmp_path / "c", {"key": jax.random.key(1), "w": jnp.ones(3)}
-    _real()(path, tree)
+    REAL["v0"](path, tree)
     file = path / "array_metadatas" / "process_0"
     listed = json.loads(file.read_text())["array_metadatas"]
     for number, name in enumerate(("w", "key")):
@@ -156,12 +148,13 @@ def test_keys_that_another_process_lists(tmp_path: Path) -> None:
     assert fingerprint(load(path)) == fingerprint(on_host(tree))
 
 
-def test_a_short_value_in_the_index(tmp_path: Path) -> None:
-    """Memory behind it is not part of the array."""
-    path = save(tmp_path / "c", {"a": np.arange(3.0)})
+@pytest.mark.parametrize("size", [3, 50_000], ids=["in the index", "in a file"])
+def test_a_short_value(tmp_path: Path, size: int) -> None:
+    """What is behind it, in memory or in the file, is not part of the array."""
+    path = save(tmp_path / "c", {"a": np.arange(float(size))})
     store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
-    store["a/0"] = bytes(8)
-    with pytest.raises(CorruptCheckpointError, match=r"'a'.*8 bytes, expected 24"):
+    store["a/0"] = bytes(8 * size - 16)
+    with pytest.raises(CorruptCheckpointError, match=rf"'a'.*{8 * size - 16} bytes, expected {8 * size}"):
         load(path)
 
 
@@ -184,7 +177,7 @@ def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zar
     TensorStore makes them for chunks that it then does not store (Orbax 0.5.15, measured).
     """
     path = tmp_path / "c"
-    _real(use_ocdbt=False, use_zarr3=zarr3)(path, {"a": np.arange(6.0)})
+    pytree(use_ocdbt=False, use_zarr3=zarr3)(path, {"a": np.arange(6.0)})
     next(file for file in (path / "a").rglob("0")).unlink()
     with pytest.raises(CorruptCheckpointError, match="missing"):
         load(path)

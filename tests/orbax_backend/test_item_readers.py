@@ -81,17 +81,6 @@ def test_a_manager_restores_our_item(tmp_path: Path, tree: Any, arguments: str, 
 
 
 @needs("orbax-checkpoint", 0, 11, 6, why="cannot restore without arguments")
-def test_a_manager_restores_without_arguments(tmp_path: Path, tree: Any) -> None:
-    """By what the step's file says, or by the handler that the manager was given."""
-    make_step(tmp_path / "root", tree)
-    with ocp.CheckpointManager(tmp_path / "root") as manager:
-        same(manager.restore(3), tree)
-    make_step(tmp_path / "bare", tree, described=False)
-    with ocp.CheckpointManager(tmp_path / "bare", item_handlers=ocp.StandardCheckpointHandler()) as manager:
-        same(manager.restore(3), tree)
-
-
-@needs("orbax-checkpoint", 0, 11, 6, why="cannot restore without arguments")
 def test_our_item_in_the_place_of_a_real_one(tmp_path: Path, tree: Any) -> None:
     """A real step whose item directory is replaced by ours restores our values, and the manager goes on saving."""
     root = tmp_path / "root"
@@ -107,17 +96,6 @@ def test_our_item_in_the_place_of_a_real_one(tmp_path: Path, tree: Any) -> None:
         manager.wait_until_finished()
         assert manager.all_steps() == [4, 5]
     assert not os.path.exists(root / "3")
-
-
-def test_several_items_of_ours(tmp_path: Path, tree: Any) -> None:
-    """Named items of one step restore together and alone."""
-    step = make_step(tmp_path / "root", tree, "model", described=False)
-    save(step / "extra", {"x": jnp.arange(4)})
-    with ocp.CheckpointManager(tmp_path / "root") as manager:
-        wanted = {"model": ocp.args.StandardRestore(), "extra": ocp.args.PyTreeRestore()}
-        restored = manager.restore(3, args=ocp.args.Composite(**wanted))
-        same(restored["model"], tree)
-        same(restored["extra"], {"x": jnp.arange(4)})
 
 
 def test_v1_reads_the_flat_directory(tmp_path: Path, tree: Any) -> None:
@@ -139,14 +117,3 @@ def test_v1_reads_our_item_of_a_step(tmp_path: Path, tree: Any) -> None:
     same(ocp_v1.load(step), tree)
     same(ocp_v1.load_checkpointables(step)["default"], tree)
     assert ocp_v1.metadata(step).metadata["params"]["w"].shape == (2, 3)
-
-
-def test_v1s_checkpointer_reads_our_item(tmp_path: Path, tree: Any) -> None:
-    """``training.Checkpointer`` finds our directory under the name that it gives to a state."""
-    real = tmp_path / "real"
-    with ocp_v1.training.Checkpointer(real) as checkpointer:
-        checkpointer.save(3, {"x": jnp.zeros(1)})
-    (name,) = (entry.name for entry in (real / "3").iterdir() if entry.is_dir())
-    make_step(tmp_path / "root", tree, name)
-    with ocp_v1.training.Checkpointer(tmp_path / "root") as checkpointer:
-        same(checkpointer.load(3), tree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import types
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import writer, zarr
-from flax_ckpt_compat.orbax_backend.leaf_handles import build_tree
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
-from flax_ckpt_compat.orbax_backend.type_annotations import ContainerType
 
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Container
 from flax_ckpt_compat._trees import state_dict
+from tests.support.orbax_trees import BACKEND, change_metadata, save
 
 
 def test_leaves_are_in_the_order_of_jax() -> None:
@@ -42,34 +41,30 @@ def test_it_is_what_tensorstore_writes(dtype: str, compression: str | None) -> N
     assert theirs == ours
 
 
-def built(entries: list[tuple[str, str]], containers: Any = None) -> Any:
-    """The tree of entries, paths with a letter for each kind of key: ``s`` of sequences, ``d`` of dicts."""
-    structure: Any = types.SimpleNamespace(
-        is_single_array=False,
-        location=location_of("/p"),
-        containers=containers or {},
-        entries=[
-            types.SimpleNamespace(
-                path=tuple(path.split("/")), kinds=tuple({"s": SEQUENCE_KEY, "d": DICT_KEY}[one] for one in kinds)
-            )
-            for path, kinds in entries
-        ],
-    )
-    return build_tree(structure, [path for path, _ in entries])
-
-
-@pytest.mark.parametrize("entries", [[("a/0", "ds"), ("a/b", "dd")], [("a/b", "dd"), ("a/0", "ds")]])
-def test_children_by_index_and_by_name_are_a_dict(entries: list[tuple[str, str]]) -> None:
-    """As Orbax saves a `flax.nnx.List`, which it cannot restore."""
-    assert built(entries).children["a"] == Branch({name[2:]: name for name, _ in entries})
-
-
-def test_annotations() -> None:
-    """They say what a sequence or a dict is, make no sequence of a dict, and name no keys that are not there."""
-    named = {("a",): ContainerType(Container.NAMEDTUPLE, frozenset({"x", "gone"}))}
-    assert built([("a/x", "dd")], named).children["a"].int_keys == {"x"}
-    assert built([("a/x", "dd")], {("a",): ContainerType(Container.LIST)}).children["a"] == Branch({"x": "a/x"})
-    assert built([("a/0", "ds")], {("a",): ContainerType(Container.TUPLE)}).children["a"] == Branch(
-        {"0": "a/0"}, Container.TUPLE
-    )
-    assert built([], {(): ContainerType(Container.NAMEDTUPLE)}) == Branch({}, Container.NAMEDTUPLE)
+@pytest.mark.parametrize(
+    ("keys", "container", "expected"),
+    [
+        # As Orbax saves a `flax.nnx.List`, which it cannot restore.
+        ({"0": SEQUENCE_KEY, "b": DICT_KEY}, None, Branch({"0": None, "b": None})),
+        ({"b": DICT_KEY, "0": SEQUENCE_KEY}, None, Branch({"b": None, "0": None})),
+        ({"0": SEQUENCE_KEY}, None, Branch({"0": None}, Container.LIST)),
+        # Annotations say which sequence or dict it is, make no sequence of a dict, and name no keys that are not there.
+        ({"0": SEQUENCE_KEY}, ["tuple", []], Branch({"0": None}, Container.TUPLE)),
+        ({"0": DICT_KEY}, ["list", []], Branch({"0": None})),
+        ({"3": DICT_KEY}, ["dict", ["3", "7"]], Branch({"3": None}, int_keys=frozenset({"3"}))),
+    ],
+)
+def test_containers(keys: dict[str, int], container: Any, expected: Branch, tmp_path: Path) -> None:
+    """They are told by the keys of their entries, and by annotations."""
+    entries = {
+        name: {
+            "key_metadata": [{"key": "a", "key_type": DICT_KEY}, {"key": name, "key_type": kind}],
+            "value_metadata": {"value_type": "None", "skip_deserialize": True},
+        }
+        for name, kind in keys.items()
+    }
+    path = Path(save(tmp_path / "c", {}))
+    marks = {"format": 1, "leaves": {}, "containers": [[["a"], *container]] if container else []}
+    change_metadata(path, tree_metadata=entries, custom_metadata={"flax_ckpt_compat": marks})
+    found: Any = BACKEND.open(location_of(path)).tree
+    assert found.children["a"] == expected

@@ -62,7 +62,7 @@ def test_a_bare_leaf_round_trips(tmp_path: Path, leaf: Any) -> None:
     assert fingerprint(load(save(tmp_path / "c", leaf))) == fingerprint(leaf)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
 def test_every_dtype_round_trips(tmp_path: Path, compression: str | None) -> None:
     """All of numpy's and ml_dtypes' dtypes in both byte orders, 0-d, empty, small and large."""
     # Compressed arrays are written by TensorStore, and an older one does not know these.

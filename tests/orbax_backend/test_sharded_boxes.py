@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.tree import Shard
+from tests.support.disks import counted
 from tests.support.orbax_trees import handles, save
 from tests.support.profiles import examples
 
@@ -118,57 +118,39 @@ def test_large_boxes(tmp_path: Path, codec: str, rows: int, chunks: list[int]) -
             assert np.array_equal(part, values[box])
 
 
-@pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Counts the bytes that ``os.preadv`` gave since the last call."""
-    total = 0
-    real = os.preadv
-
-    def counting(*arguments: Any) -> int:
-        nonlocal total
-        count = real(*arguments)
-        total += count
-        return count
-
-    def since() -> int:
-        nonlocal total
-        count, total = total, 0
-        return count
-
-    monkeypatch.setattr(os, "preadv", counting)
-    return since
-
-
 @pytest.mark.parametrize("chunks", [[800, 1024], [100, 1024]])
-def test_rows_read_their_own_bytes_only(tmp_path: Path, chunks: list[int], bytes_read: Callable[[], int]) -> None:
+def test_rows_read_their_own_bytes_only(tmp_path: Path, chunks: list[int]) -> None:
     """An eighth of the rows costs an eighth of the bytes, stored in one chunk or in eight."""
     values = np.random.default_rng(1).random((800, 1024)).astype(np.float32)
     handle = stored_by_tensorstore(tmp_path / "c", values, chunks, "raw")
-    bytes_read()
-    (part,) = handle.reader.read([ArraySlice(handle, (slice(300, 400), slice(0, 1024)))])
-    assert bytes_read() == values.nbytes // 8
+    rows = [ArraySlice(handle, (slice(300, 400), slice(0, 1024)))]
+    with counted() as count:
+        (part,) = handle.reader.read(rows)
+    assert count() == values.nbytes // 8
     assert np.array_equal(part, values[300:400])
+    assert np.array_equal(handle.reader.read(rows, mapped=True)[0], values[300:400])
 
 
-def test_long_pieces_of_rows_read_their_own_bytes_only(tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+def test_long_pieces_of_rows_read_their_own_bytes_only(tmp_path: Path) -> None:
     """Half of the columns of one chunk with long rows costs half of the bytes."""
     values = np.random.default_rng(1).random((64, 4096))
     handle = stored_by_tensorstore(tmp_path / "c", values, [64, 4096], "raw")
-    bytes_read()
-    (part,) = handle.reader.read([ArraySlice(handle, (slice(0, 64), slice(2048, 4096)))])
-    assert bytes_read() == values.nbytes // 2
+    with counted() as count:
+        (part,) = handle.reader.read([ArraySlice(handle, (slice(0, 64), slice(2048, 4096)))])
+    assert count() == values.nbytes // 2
     assert np.array_equal(part, values[:, 2048:])
 
 
-def test_columns_of_one_chunk_are_read_once_together(tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+def test_columns_of_one_chunk_are_read_once_together(tmp_path: Path) -> None:
     """Eight boxes of columns that together are the array cost the array's bytes once."""
     values = np.random.default_rng(1).random((512, 64))
     handle = stored_by_tensorstore(tmp_path / "c", values, [512, 64], "raw")
-    bytes_read()
     boxes = [(slice(0, 512), slice(start, start + 8)) for start in range(0, 64, 8)]
-    for box, part in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
+    with counted() as count:
+        parts = handle.reader.read([ArraySlice(handle, box) for box in boxes])
+    for box, part in zip(boxes, parts, strict=True):
         assert np.array_equal(part, values[box])
-    assert bytes_read() == values.nbytes
+    assert count() == values.nbytes
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

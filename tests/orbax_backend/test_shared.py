@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import types
 from pathlib import Path
@@ -19,8 +20,8 @@ from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOption
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from flax_ckpt_compat._core.tree import KeyData
 from tests.orbax_backend import shared_jobs as jobs
-from tests.support.orbax_trees import BACKEND, branches, load
-from tests.support.peers import needs, ocp_v1
+from tests.support.orbax_trees import BACKEND, branches, handles, load
+from tests.support.peers import needs, ocp_v1, pytree_handler
 from tests.support.team import team_of
 
 MESH = (2, 2)
@@ -38,11 +39,17 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return str(before.rename(before.parent / "after"))
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Real Orbax's save by the same two processes."""
+REAL = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}, "plain": {"use_compression": False}}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=() if one == "ocdbt" else pytest.mark.slow) for one in REAL]
+)
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Real Orbax's save by the same two processes, in each of its layouts."""
+    pytree_handler(**REAL[request.param])  # skips where there is no such option
     path = tmp_path_factory.mktemp("shared") / "real"
-    team_of(2).call(jobs.save_real, str(path), MESH)
+    team_of(2).call(jobs.save_real, str(path), MESH, REAL[request.param])
     return str(path)
 
 
@@ -51,16 +58,40 @@ def bits(value: Any) -> Any:
     return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
-def test_one_process_reads_what_two_wrote(ours: str) -> None:
-    """Every leaf is bit for bit what numpy has, arrays and all else, after the directory was renamed."""
-    found = load(ours)
-    assert {name: bits(found.pop(name)) for name in ALL} == {name: bits(v) for name, v in jobs.values().items()}
+def check_whole(found: dict[str, Any], names: list[str]) -> None:
+    """Every leaf is bit for bit what numpy has, arrays and all else."""
+    assert {name: bits(found.pop(name)) for name in names} == {name: bits(jobs.values()[name]) for name in names}
     keys = found.pop("keys")
     assert isinstance(keys, KeyData)
     assert keys.impl == "threefry2x32"
     assert np.array_equal(keys.data, jobs.key_data())
-    assert np.array_equal(found.pop("here"), np.arange(8))
     assert str(found) == str({name: jobs.plain()[name] for name in sorted(jobs.plain())})
+
+
+def test_one_process_reads_what_two_wrote(ours: str) -> None:
+    """After the directory was renamed."""
+    found = load(ours)
+    assert np.array_equal(found.pop("here"), np.arange(8))
+    check_whole(found, ALL)
+
+
+@real_in_teams
+def test_one_process_reads_what_two_of_real_orbax_wrote(real: str) -> None:
+    """On a machine that lacks the saved devices."""
+    check_whole(load(real), REALS)
+
+
+@real_in_teams
+def test_shardings_and_shapes_of_shards_are_those_of_real_orbax(ours: str, real: str) -> None:
+    """Of arrays with replicas, real Orbax cuts the shards further."""
+    (one, mine), (other, theirs) = (
+        (handles(path), json.loads(Path(path, "_METADATA").read_text())["tree_metadata"]) for path in (ours, real)
+    )
+    assert {name: one[name].sharding for name in REALS} == {name: other[name].sharding for name in REALS}
+    assert '"partition_spec": ["x", "y"]' in str(one["both"].sharding)
+    for name, shape in (("both", [4, 4]), ("merged", [2, 8]), ("bf16", [4, 4]), ("large", [256, 512])):
+        found = [tree[f"('{name}',)"]["value_metadata"]["write_shape"] for tree in (mine, theirs)]
+        assert found == [shape, shape]
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
@@ -92,9 +123,8 @@ def test_real_orbax_reads_ours_in_one_process(ours: str) -> None:
     assert restored["name"] == jobs.plain()["name"]
 
 
-@pytest.mark.slow
 @real_in_teams
-@pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh", [None, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 2), (4, 1)))])
 def test_real_orbax_reads_ours_in_two_processes(ours: str, mesh: tuple[int, int] | None) -> None:
     """Real Orbax gets every shard right, onto a mesh as onto the shardings that we stored."""
     assert team_of(2).call(jobs.check_real, ours, mesh, REALS, timeout=20) == [{}, {}]

@@ -1,11 +1,16 @@
-"""Folders on a disk: the quick tests keep their files in memory, where nothing is written past the page cache."""
+"""Folders on a disk, bits that flip there, and bytes that are read.
+
+The quick tests keep their files in memory, where nothing is written past the page cache.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from flax_ckpt_compat._core.local import new_file
 
@@ -29,3 +34,38 @@ def _passes_cache(folder: Path) -> bool:
         file = new_file.create(str(Path(inside, "probe")), past_cache=True)
         file.discard()
         return file.is_past_cache
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    """Change one bit as a decaying disk does: size and times stay."""
+    status = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1 << bit]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Count the bytes that ``os.preadv`` and ``os.pread`` give within the block."""
+    real, total = (os.preadv, os.pread), 0
+
+    def preadv(*arguments: Any) -> int:
+        nonlocal total
+        count = real[0](*arguments)
+        total += count
+        return count
+
+    def pread(*arguments: Any) -> bytes:
+        nonlocal total
+        data = real[1](*arguments)
+        total += len(data)
+        return data
+
+    os.preadv, os.pread = preadv, pread
+    try:
+        yield lambda: total
+    finally:
+        os.preadv, os.pread = real

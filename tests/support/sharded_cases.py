@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -27,6 +26,7 @@ from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
 from flax_ckpt_compat.transforms import Transform
+from tests.support.disks import counted
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
 from tests.support.real_states import STATES
@@ -328,25 +328,6 @@ def one_device_reads_its_share(folder: Path) -> None:
         with counted() as count:
             same(checkpoints.restore_checkpoint(path, wanted), {"a": array})
         assert array.nbytes <= count() < array.nbytes + 4096, target
-
-
-class counted:
-    """Counts the bytes that ``os.preadv`` gives within the block."""
-
-    def __enter__(self) -> Callable[[], int]:
-        """Starts to count."""
-        self._real, self._total = os.preadv, 0
-
-        def counting(*arguments: Any) -> int:
-            count = self._real(*arguments)
-            self._total += count
-            return count
-
-        os.preadv = counting
-        return lambda: self._total
-
-    def __exit__(self, *error: object) -> None:
-        os.preadv = self._real
 
 
 @case

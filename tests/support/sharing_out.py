@@ -9,7 +9,6 @@ _TEAMS = (
     "tests/multiprocess/",
     "tests/stores/test_together.py",
     "tests/orbax_backend/test_shared",
-    "tests/orbax_backend/test_many_hosts.py",
     "tests/orbax_backend/test_checksums.py::test_flips_of_other_processes_are_found",
     "tests/convert/test_convert_sharded.py",
 )

@@ -11,7 +11,7 @@ from flax_ckpt_compat.legacy import BACKEND
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import HostCopy, Shard, iter_leaves
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, iter_leaves
 from tests.support.trees import to_branches
 
 OPTIONS = WriteOptions()
@@ -51,6 +51,8 @@ class Spread:
 def _of_process(tree: Any, process: int) -> Any:
     if isinstance(tree, dict):
         return {name: _of_process(child, process) for name, child in tree.items()}
+    if isinstance(tree, KeyData):
+        return KeyData(tree.impl, _of_process(tree.data, process))
     return half(tree.whole, process) if isinstance(tree, Spread) else tree
 
 
