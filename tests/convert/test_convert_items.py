@@ -188,9 +188,12 @@ def restored(step: Path, name: str, kind: Kind) -> Any:
         return checkpointer.restore(step, args=ocp.args.Composite(**{name: kind.restore()}))[name]
 
 
+STEP = {"manager": {"step": 5}, "v1": {"step": 5}}  # layouts whose names are steps
+
+
 def converted(source: Path, destination: Path, to: Any, **options: Any) -> Path:
-    """The one result of a conversion."""
-    (done,) = flax_ckpt_compat.convert(source, destination, to, **options)
+    """The one result of a conversion, as step 5 where there are steps."""
+    (done,) = flax_ckpt_compat.convert(source, destination, to, **STEP.get(to, {}), **options)
     return Path(done.destination)
 
 
@@ -203,9 +206,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["manager", "v1", "orbax"])
 def result(step: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What it becomes in each layout with items."""
-    return converted(step, tmp_path_factory.mktemp(request.param) / "items", request.param, **(
-        {} if request.param == "orbax" else {"step": 5}
-    ))  # fmt: skip
+    return converted(step, tmp_path_factory.mktemp(request.param) / "items", request.param)
 
 
 @pytest.mark.slow
@@ -253,8 +254,7 @@ def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, na
     source = saved(tmp_path / "run", names)
     (source / "config.yaml").write_text("lr: 0.1")
     item = "state" if to == "msgpack" and len(names) > 1 else None
-    step = {"step": 5} if to in ("manager", "v1") else {}
-    (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, item=item, **step)
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, item=item, **STEP.get(to, {}))
     noted = [note for note in (done.left_out if to == "msgpack" else done.notes) if "config.yaml" in note]
     assert len(noted) == (item is None)
     if to == "msgpack":
@@ -264,7 +264,7 @@ def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, na
     assert bits(flax_ckpt_compat.restore(done.destination)["params"]) == bits(STATE["params"])
     copied.write_text("lr: 0.2")
     with pytest.raises(errors.ConversionError, match=r"config\.yaml has other bytes"):
-        flax_ckpt_compat.convert(source, tmp_path / "dst", to, resume=True, **step)
+        converted(source, tmp_path / "dst", to, resume=True)
 
 
 def below(folder: Path) -> list[str]:
@@ -389,7 +389,7 @@ def test_files_beside_the_tree_of_an_item_are_copied(tmp_path: Path, to: Any) ->
         (source / item / "readme.txt").write_text(item)
     assert flax_ckpt_compat.restore(source, item="notes") == NOTES
     renamed = {"state": "model", "notes": "notes"}
-    result = converted(source, tmp_path / "dst", to, item=renamed, **({} if to == "orbax" else {"step": 5}))
+    result = converted(source, tmp_path / "dst", to, item=renamed)
     assert (result / "model" / "readme.txt").read_text() == "state"
     assert (result / "notes" / "readme.txt").read_text() == "notes"
     assert bits(restored(result, "notes", KINDS["notes"])) == bits(NOTES)
@@ -411,14 +411,14 @@ def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
     saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1, "names": ["a"]})
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(5, args=ocp.args.Composite(ema=saving, mean=KINDS["mean"].saved))
-    result = converted(tmp_path / "run" / "5", tmp_path / "dst", to, **({} if to == "orbax" else {"step": 5}))
+    result = converted(tmp_path / "run" / "5", tmp_path / "dst", to)
     found = ocp.PyTreeCheckpointHandler().metadata(result / "ema").custom_metadata
     assert {key: found[key] for key in ("lr", "names")} == {"lr": 0.1, "names": ["a"]}
     assert bits(restored(result, "ema", KINDS["ema"])) == bits(EMA)
     file = result / "ema" / "_METADATA"
     file.write_text(file.read_text().replace("0.1", "0.2"))
     with pytest.raises(errors.ConversionError, match="custom metadata is other JSON"):
-        converted(tmp_path / "run" / "5", tmp_path / "dst", to, resume=True, **({} if to == "orbax" else {"step": 5}))
+        converted(tmp_path / "run" / "5", tmp_path / "dst", to, resume=True)
 
 
 class Pair(NamedTuple):
@@ -511,30 +511,6 @@ def test_a_file_has_trees_arrays_and_keys_by_their_names(tmp_path: Path) -> None
     assert bits(found["numpy"]["1"]) == bits(RANDOM[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
-@pytest.mark.parametrize("name", ["notes", "mean", "key", "old_key", "numpy", "generator"])
-def test_one_item_alone(tmp_path: Path, to: Any, name: str) -> None:
-    """A checkpoint of JSON, an array or a key alone, without a step around it, stays one that its handler reads."""
-    handlers = {"notes": ocp.JsonCheckpointHandler, "mean": ocp.ArrayCheckpointHandler}
-    handlers |= dict.fromkeys(("key", "old_key"), ocp.JaxRandomKeyCheckpointHandler)
-    handlers |= dict.fromkeys(("numpy", "generator"), ocp.NumpyRandomKeyCheckpointHandler)
-    with ocp.Checkpointer(handlers[name]()) as checkpointer:
-        checkpointer.save(tmp_path / "alone", args=KINDS[name].saved)
-    result = converted(tmp_path / "alone", tmp_path / "dst", to, **({} if to == "orbax" else {"step": 5}))
-    if to == "orbax":
-        with ocp.Checkpointer(handlers[name]()) as checkpointer:
-            found = checkpointer.restore(result, args=KINDS[name].restore())
-    else:
-        found = restored(result, {"manager": "default", "v1": "state"}[to], KINDS[name])
-    assert bits(found) == bits(KINDS[name].value)
-    own = None if to == "orbax" else {"manager": "default", "v1": "state"}[to]
-    own_value = flax_ckpt_compat.restore(result, item=own)
-    assert bits(jax.tree.leaves(own_value)) == bits(
-        jax.tree.leaves(KINDS[name].value)
-    )  # lists, where Orbax has a tuple
-
-
 def test_json_of_v1_is_read_by_both_releases_of_orbax(tmp_path: Path) -> None:
     """v1 writes data.json, where v0 looks for another name."""
     handlers = v1.handlers.local_registry()
@@ -543,7 +519,7 @@ def test_json_of_v1_is_read_by_both_releases_of_orbax(tmp_path: Path) -> None:
     with v1.Context(checkpointables_options=options):
         v1.save_checkpointables(tmp_path / "5", {"state": STATE, "notes": NOTES})
     for to in ("manager", "v1"):
-        result = converted(tmp_path / "5", tmp_path / to, to, step=5)
+        result = converted(tmp_path / "5", tmp_path / to, to)
         with v1.Context(checkpointables_options=options):
             assert v1.load_checkpointables(result)["notes"] == NOTES
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -582,34 +558,42 @@ def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) ->
 OF_OWN_HANDLERS = ("vocabulary", "tokens", "settings")
 
 
+HANDLERS: dict[str, Callable[[], Any]] = {
+    "vocabulary": WordsHandler,
+    "tokens": JsonAndWordsHandler,
+    "settings": lambda: ocp.ProtoCheckpointHandler(filename="proto.pbtxt"),
+    "network": PyTreeWithAssetsHandler,
+    "notes": ocp.JsonCheckpointHandler,
+    "mean": ocp.ArrayCheckpointHandler,
+    **dict.fromkeys(("key", "old_key"), ocp.JaxRandomKeyCheckpointHandler),
+    **dict.fromkeys(("numpy", "generator"), ocp.NumpyRandomKeyCheckpointHandler),
+}
+
+
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 @pytest.mark.parametrize(
-    ("name", "handler"),
-    [
-        ("vocabulary", WordsHandler),
-        ("tokens", JsonAndWordsHandler),
-        ("settings", ocp.ProtoCheckpointHandler),
-        ("network", PyTreeWithAssetsHandler),
-    ],
+    "name",
+    [pytest.param(one, marks=() if one in ("network", *OF_OWN_HANDLERS) else pytest.mark.slow) for one in HANDLERS],
 )
-def test_a_checkpoint_that_only_its_own_handler_reads_is_copied(
-    tmp_path: Path, to: Any, name: str, handler: Any
-) -> None:
+def test_one_item_alone(tmp_path: Path, to: Any, name: str) -> None:
     """Without a step around it, it stays one that its handler reads; custom metadata stays, too."""
-    make = (lambda: handler(filename="proto.pbtxt")) if name == "settings" else handler
-    with ocp.Checkpointer(make()) as checkpointer:
+    with ocp.Checkpointer(HANDLERS[name]()) as checkpointer:
         checkpointer.save(tmp_path / "alone", args=KINDS[name].saved, custom_metadata={"by": "me"})
-    step = {} if to == "orbax" else {"step": 5}
-    result = converted(tmp_path / "alone", tmp_path / "dst", to, **step)
-    if to == "orbax":
-        with ocp.Checkpointer(make()) as checkpointer:
+    result = converted(tmp_path / "alone", tmp_path / "dst", to)
+    own = {"manager": "default", "v1": "state", "orbax": None}[to]
+    if own is None:
+        with ocp.Checkpointer(HANDLERS[name]()) as checkpointer:
             found = checkpointer.restore(result, args=KINDS[name].restore())
-        assert below(result) == below(tmp_path / "alone")
     else:
-        found = restored(result, {"manager": "default", "v1": "state"}[to], KINDS[name])
+        found = restored(result, own, KINDS[name])
     assert bits(found) == bits(KINDS[name].value)
+    if name in OF_OWN_HANDLERS or name == "network":
+        assert own or below(result) == below(tmp_path / "alone")
+    else:  # lists, where Orbax has a tuple
+        found = flax_ckpt_compat.restore(result, item=own)
+        assert bits(jax.tree.leaves(found)) == bits(jax.tree.leaves(KINDS[name].value))
     assert json.loads((result / "_CHECKPOINT_METADATA").read_text())["custom_metadata"] == {"by": "me"}
-    (kept,) = flax_ckpt_compat.convert(tmp_path / "alone", tmp_path / "dst", to, resume=True, **step)
+    (kept,) = flax_ckpt_compat.convert(tmp_path / "alone", tmp_path / "dst", to, resume=True, **STEP.get(to, {}))
     assert kept.status == "kept"
 
 
@@ -623,10 +607,9 @@ def test_items_of_releases_that_recorded_no_handlers_are_copied(tmp_path: Path, 
         record = json.loads((folder / "_CHECKPOINT_METADATA").read_text())
         del record["item_handlers"]
         (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
-    step = {} if to == "orbax" else {"step": 5}
-    result = converted(source, tmp_path / "items", to, **step)
+    result = converted(source, tmp_path / "items", to)
     assert restored(result, "settings", KINDS["settings"]) == Timestamp(seconds=5)
-    result = converted(tmp_path / "alone", tmp_path / "whole", to, **step)
+    result = converted(tmp_path / "alone", tmp_path / "whole", to)
     assert (result / ("" if to == "orbax" else "default") / "inside" / "words.txt").read_text() == "of mine"
 
 
@@ -642,10 +625,10 @@ def test_nothing_to_transform(tmp_path: Path) -> None:
 def test_one_item_that_only_its_own_handler_reads(tmp_path: Path, name: str) -> None:
     """Chosen alone, and with a tree, it is copied."""
     source = saved(tmp_path / "run", ("state", name))
-    result = converted(source, tmp_path / "alone", "manager", step=5, item=name)
+    result = converted(source, tmp_path / "alone", "manager", item=name)
     assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
     assert not (result / "state").exists()
-    result = converted(source, tmp_path / "dst", "manager", step=5, item=[name, "state"])
+    result = converted(source, tmp_path / "dst", "manager", item=[name, "state"])
     assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
 
 
@@ -673,13 +656,13 @@ def test_transforms_do_not_touch_what_is_copied(tmp_path: Path) -> None:
     from flax_ckpt_compat import rules
 
     source = saved(tmp_path / "run", ("state", "mean", "notes", "vocabulary"))
-    result = converted(source, tmp_path / "dst", "manager", step=5, transforms=[rules.rename("params", "weights")])
+    result = converted(source, tmp_path / "dst", "manager", transforms=[rules.rename("params", "weights")])
     assert bits(restored(result, "mean", KINDS["mean"])) == bits(MEAN)
     assert restored(result, "notes", KINDS["notes"]) == NOTES
     assert restored(result, "vocabulary", KINDS["vocabulary"]) == "of mine"
     assert bits(restored(result, "state", KINDS["state"])["weights"]) == bits(STATE["params"])
     with pytest.raises(errors.ConversionError, match=r"mean.*is no tree"):
-        converted(source, tmp_path / "other", "manager", step=5, transforms=[rules.cast("mean", "float16")])
+        converted(source, tmp_path / "other", "manager", transforms=[rules.cast("mean", "float16")])
 
 
 _ignores = pytest.mark.filterwarnings("ignore:Sharding info not provided", "ignore:Couldn't find sharding info")
@@ -701,13 +684,9 @@ def of_gpus(tmp_path: Path) -> Path:
 @_ignores
 def test_a_tree_of_gpus_without_a_target(of_gpus: Path, tmp_path: Path) -> None:
     """The only tree, as managers of both releases restore it with no argument but the step."""
-    with ocp.CheckpointManager(
-        converted(of_gpus, tmp_path / "a", "manager", step=5, item={"ema": "default"}).parent
-    ) as one:
+    with ocp.CheckpointManager(converted(of_gpus, tmp_path / "a", "manager", item={"ema": "default"}).parent) as one:
         assert bits(one.restore(5)) == bits(EMA)
-    with v1.training.Checkpointer(
-        converted(of_gpus, tmp_path / "b", "v1", step=5, item={"ema": "state"}).parent
-    ) as two:
+    with v1.training.Checkpointer(converted(of_gpus, tmp_path / "b", "v1", item={"ema": "state"}).parent) as two:
         assert bits(two.load(5)) == bits(EMA)
     flat = converted(of_gpus, tmp_path / "c", "orbax", item="ema")
     assert bits(ocp.StandardCheckpointer().restore(flat)) == bits(EMA)
@@ -732,7 +711,7 @@ def test_keys_in_trees_are_on_whatever_devices_there_are(tmp_path: Path) -> None
 def test_shardings_are_kept_if_asked_for(tmp_path: Path) -> None:
     """Arrays come back as jax arrays on the device that they were on."""
     step = saved(tmp_path / "run", ("ema", "mean"))
-    result = converted(step, tmp_path / "dst", "manager", step=5, sharding="keep")
+    result = converted(step, tmp_path / "dst", "manager", sharding="keep")
     for name in ("ema", "mean"):
         found = restored(result, name, KINDS[name])
         assert bits(found) == bits(KINDS[name].value)

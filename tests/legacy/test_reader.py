@@ -76,13 +76,6 @@ def test_missing_file_and_folder(tmp_path):
         BACKEND.open(location_of(tmp_path))
 
 
-def test_complex_of_old_flax(load_bytes):
-    """Flax up to 0.8.5 wrote Python complex as a numpy scalar; it comes back as real Flax restores it."""
-    payload = msgpack.packb(((), "complex128", np.complex128(1 + 2j).tobytes()))
-    document = msgpack.packb({"z": msgpack.ExtType(3, payload)})
-    assert fingerprint(load_bytes(document)) == fingerprint(flax.serialization.msgpack_restore(document))
-
-
 def test_key_like_maps(load_bytes):
     """Only a map with exactly the two names and their types is a PRNG key."""
     name = "__flax_ckpt_compat_prng_key__"
@@ -121,11 +114,21 @@ def test_chunk_like_maps(load_bytes, change):
     assert fingerprint(load_bytes(flax.serialization.msgpack_serialize({"a": tree}))["a"]) == fingerprint(tree)
 
 
-def test_chunks_in_another_order(load_bytes):
-    """Pieces belong where their number says, wherever in the map they stand, as in real Flax."""
-    tree = {**_CHUNKS, "chunks": dict(reversed(_CHUNKS["chunks"].items()))}
-    document = msgpack.packb({"a": tree}, default=flax.serialization._msgpack_ext_pack)
-    np.testing.assert_array_equal(load_bytes(document)["a"], flax.serialization.msgpack_restore(document)["a"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        # Flax up to 0.8.5 wrote Python complex as a numpy scalar.
+        {"z": msgpack.ExtType(3, msgpack.packb(((), "complex128", np.complex128(1 + 2j).tobytes())))},
+        # Pieces belong where their number says, wherever in the map they stand.
+        {"a": {**_CHUNKS, "chunks": dict(reversed(_CHUNKS["chunks"].items()))}},
+        # Those inside of lists are not joined.
+        {"a": [_CHUNKS]},
+    ],
+)
+def test_documents_of_flax(load_bytes, tree):
+    """They come back as real Flax restores them."""
+    document = msgpack.packb(tree, default=flax.serialization._msgpack_ext_pack)
+    assert fingerprint(load_bytes(document)) == fingerprint(flax.serialization.msgpack_restore(document))
 
 
 def test_longdouble(save, load):
@@ -135,12 +138,6 @@ def test_longdouble(save, load):
     np.testing.assert_array_equal(restored["a"], tree["a"])
     assert type(restored["s"]) is np.longdouble
     assert restored["s"] == tree["s"]
-
-
-def test_chunks_in_lists_stay(load_bytes):
-    """Inside msgpack lists real Flax does not join pieces, and neither do we."""
-    document = flax.serialization.msgpack_serialize({"a": [_CHUNKS]})
-    assert fingerprint(load_bytes(document)) == fingerprint(flax.serialization.msgpack_restore(document))
 
 
 _MIXED = {"0": np.ones(2, "f4"), "1": np.ones(1, "i4")}  # bytes of one would be read as values of the other

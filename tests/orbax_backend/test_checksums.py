@@ -260,15 +260,6 @@ def test_edited_json_is_no_damage(tmp_path: Path) -> None:
     assert equal(fcc.restore(path)["list"], TREE["list"])
 
 
-def test_real_orbax_overwrites(tmp_path: Path) -> None:
-    """Real Orbax replaces the directory with all that is in it."""
-    path = saved(tmp_path / "c")
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, {"large": LARGE + 1}, force=True)
-    assert not (path / CHECKSUMS).exists()
-    assert np.array_equal(fcc.restore(path)["large"], LARGE + 1)
-
-
 def test_a_later_version_is_unverified(tmp_path: Path) -> None:
     """What this release does not know, it does not judge."""
     path = saved(tmp_path / "c")

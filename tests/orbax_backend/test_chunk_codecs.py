@@ -27,6 +27,7 @@ LAYOUTS = {
     "v0 cut": pytree(cut=True),
     "v0 plain": pytree(cut=True, use_compression=False),
     "v0 files": pytree(cut=True, use_ocdbt=False),
+    "whole files": WRITERS["files"],
     "zarr3 cut": pytree(cut=True, use_zarr3=True),
     "zarr3 files": pytree(cut=True, use_zarr3=True, use_ocdbt=False),
     "v1": WRITERS["v1"],
@@ -134,7 +135,7 @@ def test_cut_and_missing_chunks(tmp_path: Path, layout: str, left: int | None, n
     np.testing.assert_array_equal(handle.reader.read([ArraySlice(handle, np.s_[0:2, 0:4])])[0], values[:2, :4])
 
 
-@pytest.mark.parametrize("layout", ["v0 files", "zarr3 files"])
+@pytest.mark.parametrize("layout", ["v0 files", "whole files", "zarr3 files"])
 def test_what_follows_a_chunk(tmp_path: Path, layout: str, no_driver: None) -> None:
     """Bytes behind the end of a chunk are an error, as they are for TensorStore."""
     path = LAYOUTS[layout](tmp_path / "c", {"w": np.random.default_rng(0).random((300, 400))})
@@ -168,17 +169,20 @@ CODECS: dict[str, tuple[str, list[Any]]] = {
     ),
     "transposed": ("driver", [{"name": "transpose", "configuration": {"order": [1, 0]}}, "bytes", {"name": "zstd"}]),
     "gzip": ("driver", ["bytes", {"name": "gzip"}]),
+    "blosc": ("driver", ["bytes", {"name": "blosc", "configuration": {"cname": "lz4"}}, {"name": "crc32c"}]),
 }
 
 
+@pytest.mark.parametrize("separator", ["/", "."])
 @pytest.mark.parametrize("codec", CODECS)
-def test_other_codecs_of_zarr_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+def test_other_codecs_of_zarr_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, separator: str) -> None:
     """Orders of bytes and places of the index are decoded by us, everything else by TensorStore's driver."""
     who, codecs = CODECS[codec]
     dtype, path = ("bfloat16" if "bfloat16" in codec else "float64"), tmp_path / "c"
     values = np.random.default_rng(0).random((7, 9)).astype(dtype)  # by the name that jax registers
     path.mkdir()
-    metadata = {"shape": [7, 9], "data_type": dtype, "codecs": codecs}
+    metadata: dict[str, Any] = {"shape": [7, 9], "data_type": dtype, "codecs": codecs}
+    metadata["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": separator}}
     grid = {"name": "regular", "configuration": {"chunk_shape": [3, 5]}}
     spec = {"driver": "zarr3", "kvstore": f"file://{path}/w/", "metadata": {**metadata, "chunk_grid": grid}}
     ts.open(spec, create=True).result()[...] = values

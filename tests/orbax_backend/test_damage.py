@@ -208,16 +208,6 @@ def test_what_is_no_checkpoint_is_called_that(tmp_path: Path, make: Any, error: 
         load(tmp_path / "c")
 
 
-def test_values_of_old_releases_in_msgpack_are_not_taken_for_arrays(tmp_path: Path) -> None:
-    """A leaf whose value is in the file ``checkpoint`` is an error that names the file."""
-    path = Path(save(tmp_path / "c", {"a": np.arange(3)}))
-    metadata = json.loads((path / "_METADATA").read_text())
-    metadata["tree_metadata"]["('a',)"]["value_metadata"]["skip_deserialize"] = True
-    change_metadata(path, tree_metadata=metadata["tree_metadata"])
-    with pytest.raises(CorruptCheckpointError, match="'checkpoint'"):
-        load(path)
-
-
 def test_unknown_entries_are_ignored(tmp_path: Path) -> None:
     """Later releases may say more, and optional files may be empty objects."""
     path = Path(save(tmp_path / "c", TREE))

@@ -138,15 +138,15 @@ def test_names_that_are_base64_of_others(tmp_path: Path) -> None:
 def test_databases_below_the_database(tmp_path: Path) -> None:
     """Releases 0.1 to 0.4.1 put the array ``sl/ash`` as ``ash`` into a database in ``sl``; the deepest counts."""
     names = ("pl", "sl/ash", "sl/in/ash")
+    stored = [("sl", "ash", "sl/ash"), ("sl", "in/ash", "pl"), ("sl/in", "ash", "sl/in/ash")]  # the second is hidden
     path = old(tmp_path / "c", {"pl": np.arange(2.0)}, dict.fromkeys(names, "PLACEHOLDER://"))
     expected = {"pl": np.arange(2.0), **{name: np.arange(400, dtype=np.float32) + len(name) for name in names[1:]}}
-    for full in names[1:]:
-        folder, _, name = full.rpartition("/")
+    for folder, name, values in stored:
         base = {"driver": "file", "path": f"{path / folder}/"}
         ts.open(
             {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": name}},
             create=True, dtype=np.float32, shape=[400],
-        ).result().write(expected[full]).result()  # fmt: skip
+        ).result().write(np.resize(expected[values], 400).astype("f4")).result()  # fmt: skip
     assert fingerprint(load(path)) == fingerprint(expected)
     for file in (path / "sl" / "d").iterdir():
         content = file.read_bytes()
@@ -244,30 +244,4 @@ def test_any_zarr_v2(tmp_path: Path, codec: str | None, order: str) -> None:
         },
         create=True,
     ).result().write(array).result()  # fmt: skip
-    assert fingerprint(load(tmp_path)) == fingerprint({"a": array})
-
-
-INNER = [{"name": "bytes", "configuration": {"endian": "little"}}]
-CODECS = [
-    INNER,
-    [{"name": "transpose", "configuration": {"order": [1, 0]}}, *INNER, {"name": "gzip"}],
-    [*INNER, {"name": "blosc", "configuration": {"cname": "lz4"}}, {"name": "crc32c"}],
-    [{"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 1], "codecs": [*INNER, {"name": "zstd"}]}}],
-]
-
-
-@pytest.mark.parametrize("codecs", CODECS, ids=["plain", "transposed", "blosc", "sharded"])
-@pytest.mark.parametrize("separator", ["/", "."])
-def test_any_zarr_v3(tmp_path: Path, codecs: list[Any], separator: str) -> None:
-    """Codecs of zarr v3, shards cut into smaller chunks, both separators."""
-    array = np.arange(24, dtype=np.float32).reshape(6, 4)
-    metadata = {
-        "shape": [6, 4], "data_type": "float32", "codecs": codecs,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 2]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": separator}},
-    }  # fmt: skip
-    (tmp_path / "checkpoint").write_bytes(msgpack.packb({"a": "PLACEHOLDER://a"}))
-    ts.open(
-        {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}, "metadata": metadata}, create=True
-    ).result().write(array).result()
     assert fingerprint(load(tmp_path)) == fingerprint({"a": array})
