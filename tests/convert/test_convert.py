@@ -2,6 +2,7 @@
 
 import filecmp
 import functools
+import json
 import logging
 import os
 import shutil
@@ -12,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -35,6 +36,13 @@ from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+class Fields(NamedTuple):
+    """Fields that are not in the order of the alphabet."""
+
+    second: Any
+    first: Any
 
 
 def state(n: int = 0) -> TrainState:
@@ -299,6 +307,12 @@ def test_a_target_gives_the_containers(tmp_path: Path) -> None:
     assert done.notes == ()
     assert_same(flax_ckpt_compat.restore(tmp_path / "b"), tree)
     assert_same(ocp.StandardCheckpointer().restore(tmp_path / "b", tree), tree)
+    fields = {"fields": Fields(np.ones(2), np.zeros(1))}
+    flax_ckpt_compat.save(tmp_path / "sorted", {"fields": fields["fields"]._asdict()}, format="orbax")
+    flax_ckpt_compat.convert(tmp_path / "sorted", tmp_path / "ours", "orbax", target=fields)
+    ocp.PyTreeCheckpointer().save(tmp_path / "theirs", fields)
+    ours, theirs = (json.loads((tmp_path / one / "_METADATA").read_text()) for one in ("ours", "theirs"))
+    assert list(ours["tree_metadata"]) == list(theirs["tree_metadata"])
     other = {"layers": {"0": np.ones(2)}, "pair": (np.ones(1), np.zeros(1)), "more": 1}
     with pytest.raises(errors.ConversionError, match="not in the checkpoint: more; not in the target: layers/1"):
         flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "c", "orbax", target=other)

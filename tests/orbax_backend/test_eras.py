@@ -138,15 +138,19 @@ def test_names_that_are_base64_of_others(tmp_path: Path) -> None:
 def test_databases_below_the_database(tmp_path: Path) -> None:
     """Releases 0.1 to 0.4.1 put the array ``sl/ash`` as ``ash`` into a database in ``sl``; the deepest counts."""
     names = ("pl", "sl/ash", "sl/in/ash")
-    stored = [("sl", "ash", "sl/ash"), ("sl", "in/ash", "pl"), ("sl/in", "ash", "sl/in/ash")]  # the second is hidden
     path = old(tmp_path / "c", {"pl": np.arange(2.0)}, dict.fromkeys(names, "PLACEHOLDER://"))
     expected = {"pl": np.arange(2.0), **{name: np.arange(400, dtype=np.float32) + len(name) for name in names[1:]}}
-    for folder, name, values in stored:
+
+    def write(folder: str, name: str, values: Any) -> None:
         base = {"driver": "file", "path": f"{path / folder}/"}
         ts.open(
             {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": name}},
             create=True, dtype=np.float32, shape=[400],
-        ).result().write(np.resize(expected[values], 400).astype("f4")).result()  # fmt: skip
+        ).result().write(values).result()  # fmt: skip
+
+    for full in names[1:]:
+        folder, _, name = full.rpartition("/")
+        write(folder, name, expected[full])
     assert fingerprint(load(path)) == fingerprint(expected)
     for file in (path / "sl" / "d").iterdir():
         content = file.read_bytes()
@@ -154,6 +158,8 @@ def test_databases_below_the_database(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpointError):
             load(path)
         file.write_bytes(content)
+    write("sl", "in/ash", np.zeros(400, np.float32))
+    assert fingerprint(load(path)) == fingerprint(expected)
 
 
 def test_databases_that_were_never_merged(tmp_path: Path) -> None:
