@@ -16,9 +16,9 @@ from flax_ckpt_compat._core.tree import iter_leaves
 from tests.support.trees import to_branches, to_values
 
 
-def restore(path: Path) -> Any:
+def restore(path: Path, *, verify: bool = False) -> Any:
     """Everything in the file, as plain dicts and lists."""
-    reader = BACKEND.open(location_of(path))
+    reader = BACKEND.open(location_of(path), verify=verify)
     try:
         handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
         values = dict(zip(map(id, handles), reader.read(handles), strict=True))

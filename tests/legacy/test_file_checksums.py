@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -28,10 +29,11 @@ from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
+from tests.legacy.conftest import restore
 from tests.support.disks import flip
 from tests.support.profiles import examples
 from tests.support.saves import use_flag
-from tests.support.trees import arrays, fill, fingerprint, to_branches, to_values
+from tests.support.trees import arrays, fill, fingerprint, to_branches
 
 MIB = 2**20
 ATTRIBUTE = "user.flax_ckpt_compat.checksums"
@@ -65,21 +67,12 @@ def path(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "checkpoint_1"
 
 
-def write(path: Path, tree: Any, **options: Any) -> Path:
+load = functools.partial(restore, verify=True)
+
+
+def write(path: Path, tree: Any) -> None:
     """Writes a plain dict."""
-    branches = to_branches(tree)
-    BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions(**options))
-    return path
-
-
-def load(path: Path) -> Any:
-    """Everything in the file, verified."""
-    reader = BACKEND.open(location_of(path), verify=True)
-    try:
-        handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
-        return to_values(reader.tree, dict(zip(map(id, handles), reader.read(handles), strict=True)))
-    finally:
-        reader.close()
+    BACKEND.write(str(path), BACKEND.prepare(to_branches(tree)), WriteOptions())
 
 
 def test_every_flipped_byte_of_a_small_file_is_found(path: Path) -> None:
@@ -264,10 +257,8 @@ def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
     reader.close()
     flip(path, 2 * MIB)  # of the first one
     reader = BACKEND.open(location_of(path), verify=True)
-    handle = next(leaf for at, leaf in iter_leaves(reader.tree) if at == ("a",))
-    with pytest.raises(ChecksumError, match="'a'"):
-        reader.read([handle])
-    reader.close()
+    with contextlib.closing(reader), pytest.raises(ChecksumError, match="'a'"):
+        reader.read([reader.tree.children["a"]])
 
 
 @given(data=st.data())
@@ -346,7 +337,7 @@ def test_an_array_that_changes_while_it_is_written(size: int, path: Path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(BlockSums, "update", update_and_change)
-        BACKEND.write(str(path), BACKEND.prepare(to_branches({"a": array})), WriteOptions())
+        write(path, {"a": array})
     assert (array == 9).all()
     with contextlib.closing(BACKEND.open(location_of(path), verify=True)) as reader:
         (found,) = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])

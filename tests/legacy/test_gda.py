@@ -72,6 +72,8 @@ def test_missing_array(tmp_path):
         Path.unlink,
         lambda path: path.write_bytes(path.read_bytes()[:-3]),
         lambda path: path.rename(path.with_name("9.9")),  # as many files as chunks
+        # A frame of zstd that says that it holds a TiB, which nobody should ask for.
+        lambda path: path.write_bytes(bytes.fromhex("28b52ffde0") + (2**40).to_bytes(8, "little") + b"\1\0\0"),
     ],
 )
 def test_damaged_chunk(damage, tmp_path):

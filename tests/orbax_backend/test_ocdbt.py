@@ -28,17 +28,6 @@ def _database(path: Path, values: dict[bytes, bytes], **config: Any) -> Any:
     return store
 
 
-def _values(path: Path) -> dict[bytes, bytes]:
-    """Every value, also those outside the nodes."""
-    found = read_entries(location_of(path))
-    return {
-        key: value
-        if isinstance(value, bytes)
-        else (path / value.file).read_bytes()[value.offset : value.offset + value.length]
-        for key, value in found.items()
-    }
-
-
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}, {"id": "zstd", "level": 1}, {"id": "zstd", "level": 9}])
 @pytest.mark.parametrize("node_bytes", [700, 8 << 20], ids=["tall", "one node"])
 def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_bytes: int) -> None:
@@ -55,7 +44,7 @@ def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_byt
         del store[next(iter(values))]
         values.pop(next(iter(values)))
         values[f"late {number}".encode()] = b"x" * number
-    assert _values(tmp_path) == values
+    assert made.values(tmp_path) == values
     found = read_entries(location_of(tmp_path))
     assert any(isinstance(value, ByteRange) for value in found.values())
 
@@ -67,7 +56,7 @@ def test_decodes_nodes_that_do_not_tell_their_length(tmp_path: Path, level: int,
     rng = np.random.default_rng(0)
     values = {b"%05d" % number: fill * 900 if fill else rng.bytes(900) for number in range(600)}
     _database(tmp_path, values, compression={"id": "zstd", "level": level}, max_inline_value_bytes=1024)
-    assert _values(tmp_path) == values
+    assert made.values(tmp_path) == values
 
 
 def test_finds_nothing_in_an_empty_database(tmp_path: Path) -> None:
@@ -86,7 +75,7 @@ def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
     for path, expected in ((tall, {b"a": b"1", b"b": b"22"}), (flat, VALUES)):
         store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
         assert {key: store[key] for key in store.list().result()} == expected
-        assert _values(path) == expected
+        assert made.values(path) == expected
 
 
 BODIES = {

@@ -11,13 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_encode
+from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt_encode
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import location_of
+from tests.support.ocdbt_files import values as values_of
 from tests.support.profiles import examples
 
 # Of up to 1,024 bytes inline, of more in a file.
@@ -54,17 +55,6 @@ def by_tensorstore(path: Path) -> dict[bytes, bytes]:
     return {bytes(key): bytes(store.read(key).result().value) for key in store.list().result()}
 
 
-def by_us(path: Path) -> dict[bytes, bytes]:
-    """All values that our decoder finds."""
-
-    def read(value: bytes | ByteRange) -> bytes:
-        if isinstance(value, bytes):
-            return value
-        return (path / value.file).read_bytes()[value.offset : value.offset + value.length]
-
-    return {key: read(value) for key, value in ocdbt.read_entries(location_of(path)).items()}
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(contents=_contents, node_bytes=st.sampled_from([1, 60, 300, 8 << 20]), compress=st.booleans())
 def test_tensorstore_finds_what_was_put(
@@ -78,7 +68,7 @@ def test_tensorstore_finds_what_was_put(
     ):
         write(path, contents)
     assert by_tensorstore(path) == contents
-    assert by_us(path) == contents
+    assert values_of(path) == contents
     assert dumped(path)["root"]["statistics"] == {
         "num_keys": len(contents),
         "num_tree_bytes": (path / "d" / "nodes").stat().st_size,
@@ -91,7 +81,7 @@ def test_names_of_very_different_lengths(tmp_path: Path) -> None:
     contents = {b"%05d" % number + b"n" * 10 ** (number % 5) + b"/0": b"%d" % number for number in range(400)}
     contents[b"z" * 65_533 + b"/0"] = b"last"
     write(tmp_path / "c", contents)
-    assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
+    assert by_tensorstore(tmp_path / "c") == contents == values_of(tmp_path / "c")
 
 
 @pytest.mark.parametrize("node_bytes", [1, 8 << 20])
@@ -125,7 +115,7 @@ def test_what_many_wrote_is_merged(
         parts[owner][key] = value
     with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
         expected = _merged(path, [part for part in parts if part])
-    assert by_tensorstore(path) == expected == by_us(path)
+    assert by_tensorstore(path) == expected == values_of(path)
 
 
 def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
@@ -144,7 +134,7 @@ def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
         transaction.commit_sync()
     names = ["ocdbt.process_0", "ocdbt.process_1"]
     multiprocess.merge(str(tmp_path / "c"), names, location_of(tmp_path / "c"))
-    assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
+    assert by_tensorstore(tmp_path / "c") == expected == values_of(tmp_path / "c")
 
 
 def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:

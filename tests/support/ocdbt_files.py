@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
+
+from flax_ckpt_compat._core.location import location_of
+
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
 
 
@@ -89,3 +93,11 @@ def write(path: Path, nodes: Sequence[bytes], height: int = 0, first: bytes | No
     whole = sum(map(len, nodes))
     (path / "manifest.ocdbt").write_bytes(first if first is not None else manifest(whole - root, root, height))
     return path
+
+
+def values(path: Path) -> dict[bytes, bytes]:
+    """Return all values that our decoder finds, also those outside of the nodes."""
+    return {
+        key: value if isinstance(value, bytes) else (path / value.file).read_bytes()[value.offset :][: value.length]
+        for key, value in read_entries(location_of(path)).items()
+    }
