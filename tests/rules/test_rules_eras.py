@@ -160,33 +160,59 @@ SMALL = {
 }
 
 
-def test_without_a_target() -> None:
-    """Without a target everything goes where optax.adam in a TrainState has it."""
-    assert shown({"optimizer": SMALL, "epoch": 1}, None) == {
-        "params/w", "batch_stats/m", "step", "opt_state/0/mu/w", "opt_state/0/nu/w", "opt_state/0/count", "epoch"
-    }  # fmt: skip
+W = {"w": jnp.ones(2)}
+VARIABLES = {"params": W, "batch_stats": {"m": jnp.ones(3)}}
+FACTORED = {name: count((2,)) for name in ("v_row", "v_col", "v", "m")}
 
 
-def test_an_optimizer_saved_by_itself() -> None:
-    """The optimizer may be the whole checkpoint."""
-    assert shown(SMALL, None) == shown({"optimizer": SMALL}, None)
+def of_w(moments: Any) -> dict[str, Any]:
+    """An optimizer of one parameter with these moments."""
+    return {"target": {"w": count((2,))}, "state": {"step": np.int32(5), "param_states": {"w": moments}}}
 
 
-def test_what_the_target_has_no_place_for() -> None:
-    """Moments, counts and the step are dropped where today's state has none of the kind."""
-    params = {"w": jnp.ones(2)}
-    assert shown({"optimizer": SMALL}, {"params": params}) == {"params/w", "batch_stats/m"}
-    sgd = {"params": params, "step": 0, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)}
-    # EmptyState holds no values, so that it can always be made.
-    assert shown({"optimizer": SMALL}, sgd) == {"params/w", "batch_stats/m", "step", "opt_state/1"}
+# What is stored and the target → the names of all leaves.
+PLACES: dict[str, tuple[Any, Any, str]] = {
+    "without a target, where optax.adam in a TrainState has it": (
+        {"optimizer": SMALL, "epoch": 1},
+        None,
+        "params/w batch_stats/m step opt_state/0/mu/w opt_state/0/nu/w opt_state/0/count epoch",
+    ),
+    "an optimizer saved by itself": (
+        SMALL,
+        None,
+        "params/w batch_stats/m step opt_state/0/mu/w opt_state/0/nu/w opt_state/0/count",
+    ),
+    "moments, counts and the step are dropped": ({"optimizer": SMALL}, {"params": W}, "params/w batch_stats/m"),
+    "of another kind too; EmptyState holds no values, so that it can always be made": (
+        {"optimizer": SMALL},
+        {"params": W, "step": 0, "opt_state": MOMENTUM.init(W)},
+        "params/w batch_stats/m step opt_state/1",
+    ),
+    "no count without its moments, which would spoil the start": (
+        {"optimizer": of_w({"momentum": count((2,))})},
+        {"params": W, "step": 0, "opt_state": ADAM.init(W)},
+        "params/w step opt_state/1",
+    ),
+    "today's params are the dict of all collections, and so are the moments": (
+        {"optimizer": SMALL},
+        {"params": VARIABLES, "opt_state": ADAM.init(VARIABLES)},
+        "params/params/w params/batch_stats/m opt_state/0/mu/params/w opt_state/0/nu/params/w opt_state/0/count "
+        "opt_state/1",
+    ),
+    "GradientDescent kept nothing": ({"optimizer": of_w({})}, {"params": W, "step": 0}, "params/w step"),
+    "states that optax has no equal of stay, so that they show as unused": (
+        {"optimizer": of_w(FACTORED)},
+        None,
+        "params/w step " + " ".join(f"optimizer/state/param_states/w/{name}" for name in FACTORED),
+    ),
+}
 
 
-def test_a_state_that_keeps_all_collections() -> None:
-    """Where today's params are the dict of all collections, they stay so, and so do the moments."""
-    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"m": jnp.ones(3)}}
-    target = {"params": variables, "opt_state": ADAM.init(variables)}
-    found = shown({"optimizer": SMALL}, target)
-    assert {"params/params/w", "params/batch_stats/m", "opt_state/0/mu/params/w"} <= found
+@pytest.mark.parametrize("name", PLACES)
+def test_where_it_goes(name: str) -> None:
+    """Everything has a place, or is dropped as today's state has none of the kind."""
+    old, target, names = PLACES[name]
+    assert shown(old, target) == set(names.split())
 
 
 def test_a_step_of_its_own() -> None:
@@ -214,27 +240,6 @@ def test_several_optimizers_today() -> None:
             "opt_state": (optax.scale_by_adam().init(params), optax.scale_by_adam().init(params)),
         }
         shown({"optimizer": old}, target)
-
-
-def test_no_count_without_moments() -> None:
-    """Where Momentum went before, today's Adam gets no count: without its moments the count would spoil its start."""
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    target = {"params": params, "step": 0, "opt_state": ADAM.init(params)}
-    found = shown({"optimizer": old_state(MOMENTUM)}, target)
-    assert {name for name in found if name.startswith("opt_state")} == {"opt_state/1"}
-
-
-def test_plain_gradient_descent() -> None:
-    """GradientDescent kept nothing for a parameter; there is nothing to drop and nothing left over."""
-    old = {"target": {"w": count((2,))}, "state": {"step": np.int32(5), "param_states": {"w": {}}}}
-    assert shown({"optimizer": old}, {"params": {"w": jnp.ones(2)}, "step": 0}) == {"params/w", "step"}
-
-
-def test_states_of_other_optimizers_stay() -> None:
-    """Moments that optax has no equal of stay where they are, so that they show as unused."""
-    moments = {"v_row": count((2,)), "v_col": count((2,)), "v": count((2,)), "m": count((2,))}
-    old = {"target": {"w": count((2,))}, "state": {"step": np.int32(5), "param_states": {"w": moments}}}
-    assert "optimizer/state/param_states/w/v_row" in shown({"optimizer": old}, None)
 
 
 def test_pre_optax_refuses() -> None:
