@@ -97,7 +97,7 @@ class TransformSpec:
             tree = modernize(tree, target)
         for rule in self.rules:
             try:
-                tree = rule.apply(tree, target, self._open)
+                tree = rule.apply_to(tree, target, self._open)
             except CheckpointError as error:
                 if error.path is not None:  # of another checkpoint
                     raise
@@ -154,7 +154,7 @@ def _step(given: Any) -> Rule:
         return names.from_names(given)
     transforms = Transforms(given)
 
-    def apply(tree: Node, target: Node, _open_tree: Any = None) -> Node:
+    def apply(tree: Node, target: Node) -> Node:
         if target is None:
             raise TransformError("transforms say what becomes of a target's leaves; pass a target, or use rules")
         wanted = {path: leaf for path, leaf in iter_leaves(target) if leaf is not None and not isinstance(leaf, Branch)}

@@ -66,15 +66,18 @@ class Rule:
 
     Attributes:
         source: Python source of the call, such as ``rules.rename('Dense_0', 'encoder')``.
-        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None), the target's
-            neutral tree and perhaps an ``OpenTree``, and returns a new checkpoint tree; it reads no arrays and changes
-            neither.
-        opens: path and prefix of each other checkpoint that it opens, for which ``apply`` needs the ``OpenTree``.
+        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None) and the target's
+            neutral tree, and returns a new checkpoint tree; it reads no arrays and changes neither.
+        opens: path and prefix of each other checkpoint that it opens, for which ``apply`` also takes an ``OpenTree``.
     """
 
     source: str
     apply: Apply = dataclasses.field(repr=False, compare=False)
     opens: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    def apply_to(self, tree: Node, target: Node, open_tree: OpenTree) -> Node:
+        """Apply it, with the means to open another checkpoint if it needs that."""
+        return self.apply(tree, target, open_tree) if self.opens else self.apply(tree, target)
 
     def __str__(self) -> str:
         return self.source

@@ -204,7 +204,7 @@ def from_checkpoint(
     located, other = open_tree(as_text(path), step, as_text(prefix, "prefix"))
     other = map_leaves(lambda _, leaf: _named_after(leaf, located), other)
     for one in transforms:
-        other = one.apply(other, target, open_tree)
+        other = one.apply_to(other, target, open_tree)
     whole, whose = (other, located) if target is None else (target, "the target")
     for place in _patterns.select(whole, _patterns.some(patterns), whose=whose):
         start = next(_patterns.paths_of(other, joined(place)), None)
