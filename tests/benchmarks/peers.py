@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from tests.benchmarks.systems import timed
-
 try:
     import orbax.checkpoint.experimental.v1 as ocp_v1
 except ImportError:  # older than Orbax 0.11
@@ -48,13 +46,6 @@ class BackgroundPeer(Peer):
     """
 
     begin: Callable[[str, Any], Callable[[], Any]]
-
-    def save_in_background(self, directory: str, tree: Any) -> float:
-        """Saves in the background; returns the seconds until the caller could go on, once the save has ended."""
-        waits: list[Callable[[], Any]] = []
-        seconds = timed(lambda: waits.append(self.begin(os.path.join(directory, "checkpoint"), tree)))
-        waits.pop()()
-        return seconds
 
 
 def _restore_pytree(path: str, target: Any) -> Any:

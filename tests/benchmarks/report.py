@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.benchmarks import peers, rounds
 from tests.benchmarks.rounds import Entry, Series
-from tests.benchmarks.systems import BLOCKED, FLAX, OURS, RAW, RESTORE, SAVE
+from tests.benchmarks.systems import FLAX, OURS, RAW, RESTORE, SAVE
 
 # ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`) and ``losses``.
 Results = dict[str, Any]
@@ -34,8 +34,7 @@ rounds, in an order of each round's own. On the small leaves all ran {small} rou
 {slow}. Each save went to a fresh directory, and every restored leaf was compared bit by bit.
 
 - *peer ÷ ours*: msgpack beside Flax's msgpack; Orbax's format beside the fastest of Orbax's interfaces in that table
-  (Flax with the flag on, `PyTreeCheckpointer`, `StandardCheckpointer`, Orbax v1), which is named; both formats' saves
-  in the background beside Orbax's fastest.
+  (Flax with the flag on, `PyTreeCheckpointer`, `StandardCheckpointer`, Orbax v1), which is named.
 - *÷ limit*: how many times the machine's own limit it took. That is the faster of one thread and of one for each CPU
   that write and sync, or read into fresh memory, the same bytes as one file.
 - Ratios of systems that ran equally often are medians of the ratios within each round: the host of a virtual machine
@@ -90,14 +89,10 @@ class Table:
 def tables(workload: str, summary: str, series: Series) -> list[Table]:
     """One table for each operation on a workload."""
     columns = ("system", "median s", "min to max s", "peer ÷ ours", "÷ limit", "synced")
-    systems = [one.name for one in (*rounds.SYSTEMS[workload], *rounds.BACKGROUND.get(workload, ()))]
+    systems = [one.name for one in rounds.SYSTEMS[workload]]
     made = []
-    for operation in (SAVE, RESTORE, BLOCKED):
-        rows = [
-            _row(series, operation, system)
-            for system in dict.fromkeys(systems)
-            if (system, operation) in series.seconds
-        ]
+    for operation in (SAVE, RESTORE):
+        rows = [_row(series, operation, system) for system in systems if (system, operation) in series.seconds]
         if rows:
             shown = columns if operation == SAVE else columns[:-1]
             title = f"{workload}, {operation} ({summary})"
@@ -108,7 +103,7 @@ def tables(workload: str, summary: str, series: Series) -> list[Table]:
 def _row(series: Series, operation: str, system: str) -> tuple[str, ...]:
     """What a system took, beside its fastest peer and the machine's limit."""
     seconds = series.seconds[system, operation]
-    peer = series.fastest(_peers_of(system, operation), operation)
+    peer = series.fastest(_peers_of(system), operation)
     ratio = series.ratio(operation, peer[1], system) if peer else None
     beside = f"{ratio:.2f} ({peer[1]})" if peer and ratio is not None else ""
     raw = series.fastest([one.name for one in RAW], operation)
@@ -117,13 +112,11 @@ def _row(series: Series, operation: str, system: str) -> tuple[str, ...]:
     return (system, _seconds(statistics.median(seconds)), spread, beside, limit, _synced(series.unsynced.get(system)))
 
 
-def _peers_of(system: str, operation: str) -> list[str]:
+def _peers_of(system: str) -> list[str]:
     """The systems that one of ours is compared with, by the fastest of them; none for systems of others."""
     ours = {one.name: one.orbax for one in OURS}
     if system not in ours:
         return []
-    if operation == BLOCKED:
-        return [one.name for one in (FLAX[1], peers.ASYNC, *peers.V1)]
     return [one.name for one in rounds.ORBAX] if ours[system] else [FLAX[0].name]
 
 

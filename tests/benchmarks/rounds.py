@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tests.benchmarks import disk, peers
-from tests.benchmarks.systems import BLOCKED, FLAX, OURS, RAW, RESTORE, SAVE, Raw, timed
+from tests.benchmarks.systems import FLAX, OURS, RAW, RESTORE, SAVE, Raw, timed
 from tests.benchmarks.workloads import Workload, assert_same, same_bytes, workloads
 
 # An entry of results.json: workload, operation, system, seconds (of each round), unsynced (bytes, of saves; None
@@ -27,10 +27,6 @@ SYSTEMS: dict[str, tuple[Any, ...]] = {
     # Flax with the flag on is PyTreeCheckpointer with little around it: one of them will do where a save takes long.
     "gpt2+adamw": (*OURS, *FLAX, peers.STANDARD, *peers.V1, *RAW),
     "leaves-jax": (*OURS, FLAX[0], *ORBAX, *RAW),
-}
-BACKGROUND: dict[str, tuple[Any, ...]] = {
-    "gpt2-jax": (*OURS, *FLAX, peers.ASYNC, *peers.V1),
-    "gpt2-numpy": (*OURS, *FLAX),
 }
 # What takes hundredths of a second is measured more often, or the minutes in which a host is slow decide who is faster;
 # one save of the small leaves takes Orbax seconds.
@@ -139,14 +135,13 @@ class _Bench:
         """Runs the systems in an order of this round's own, so that nobody always follows the same one."""
         chance, small = random.Random(number), self._workload.kind == "small"
         slow_ones_run = not small or number in range(0, SLOW_ROUNDS * SMALL_REPEATS, SMALL_REPEATS)
-        for systems, measure in ((SYSTEMS, self._save_and_restore), (BACKGROUND, self._save_in_background)):
-            chosen = list(systems.get(self._workload.name, ()))
-            chance.shuffle(chosen)
-            for system in chosen:
-                if slow_ones_run or system not in ORBAX:
-                    gc.collect()
-                    with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
-                        measure(system, directory)
+        chosen = list(SYSTEMS[self._workload.name])
+        chance.shuffle(chosen)
+        for system in chosen:
+            if slow_ones_run or system not in ORBAX:
+                gc.collect()
+                with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
+                    self._save_and_restore(system, directory)
 
     def _save_and_restore(self, system: Any, directory: str) -> None:
         """A system that is raw has bytes for a tree."""
@@ -161,12 +156,6 @@ class _Bench:
             assert same_bytes(restored.pop(), self._data), f"{system.name}: other bytes"
         else:
             assert_same(restored.pop(), self._tree, f"{system.name}, {RESTORE}")
-
-    def _save_in_background(self, system: Any, directory: str) -> None:
-        """The restore that checks it is not timed."""
-        with self._reserve.given_up():
-            self.series.add(system.name, BLOCKED, system.save_in_background(directory, self._tree))
-        assert_same(system.restore(directory, self._target), self._tree, f"{system.name}, {BLOCKED}")
 
 
 class _Reserve:

@@ -14,12 +14,11 @@ from typing import Any
 import flax
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as our_checkpoints
 
-SAVE, RESTORE, BLOCKED = "save", "restore", "async save: blocked"
+SAVE, RESTORE = "save", "restore"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _AT_ONCE = 2**24  # bytes per write or read of the raw systems
 
@@ -38,11 +37,6 @@ class Checkpoints:
     module: types.ModuleType
     orbax: bool
 
-    @property
-    def ours(self) -> bool:
-        """Whether the functions are ours."""
-        return self.module is our_checkpoints
-
     def save(self, directory: str, tree: Any) -> None:
         """Saves step 0 and waits until it is committed."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
@@ -52,24 +46,6 @@ class Checkpoints:
         """Restores step 0 and waits for devices."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
         return jax.block_until_ready(self.module.restore_checkpoint(directory, target))
-
-    def save_in_background(self, directory: str, tree: Any) -> float:
-        """Saves step 0 in the background.
-
-        Returns:
-            Seconds until the caller could go on; the save itself has ended when this returns.
-        """
-        flax.config.update("flax_use_orbax_checkpointing", self.orbax)
-        if self.orbax and not self.ours:
-            # Flax ignores async_manager here; this is the way that its documentation shows.
-            checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-            seconds = timed(lambda: self.module.save_checkpoint(directory, tree, 0, orbax_checkpointer=checkpointer))
-            checkpointer.close()
-            return seconds
-        manager = self.module.AsyncManager()
-        seconds = timed(lambda: self.module.save_checkpoint(directory, tree, 0, async_manager=manager))
-        manager.wait_previous_save()
-        return seconds
 
 
 @dataclasses.dataclass(frozen=True)
