@@ -1,6 +1,5 @@
 """Checkpoints of real releases from flax 0.1.0 and orbax-checkpoint 0.1.8 on: restored, opened, with a file lost."""
 
-import json
 import logging
 import re
 import shutil
@@ -25,14 +24,6 @@ from tests.support.samples import fingerprint
 
 COLLIDING = ("a/b.c", "a.b/c")
 CASES = corpus.cases()
-
-
-def read_case(case: corpus.Case, unpacked: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The path to restore, the expected entries, and what is known about the case."""
-    directory = corpus.unpack(case.release, unpacked) / case.name
-    meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-    expected = json.loads((directory / "expected.json").read_text(encoding="utf-8"))
-    return directory / "ckpt" / meta["ckpts"][0], expected, meta
 
 
 def restore(case: corpus.Case, path: Path, target: Any = None, *, json_item: bool = False) -> Any:
@@ -82,7 +73,7 @@ def test_all_cases_are_listed(archive: Path) -> None:
 @pytest.mark.parametrize("case", corpus.parameters(CASES))
 def test_without_target(case: corpus.Case, unpacked: Path) -> None:
     """Value, dtype, shape and type of every leaf are the saved ones."""
-    path, expected, meta = read_case(case, unpacked)
+    path, expected, meta = corpus.read(case, unpacked)
     restored = restore(case, path)
     if meta["target"] == "json":
         assert restored == meta["json_item"]
@@ -98,7 +89,7 @@ def test_without_target(case: corpus.Case, unpacked: Path) -> None:
 @pytest.mark.parametrize("case", corpus.parameters(case for case in CASES if case.family != "orbax_json"))
 def test_with_target(case: corpus.Case, unpacked: Path) -> None:
     """The same with a target of the saved types and other values."""
-    path, expected, _ = read_case(case, unpacked)
+    path, expected, _ = corpus.read(case, unpacked)
     if case.name == "orbax_v1/save_checkpointables":
         path /= next(name for name in ("state", "pytree") if (path / name).is_dir())
     target: Any = {}
@@ -127,7 +118,7 @@ MANAGED = [case for case in CASES if case.family == "orbax_manager"]
 @pytest.mark.parametrize("case", corpus.parameters(MANAGED))
 def test_roots_and_steps_of_managers(case: corpus.Case, unpacked: Path) -> None:
     """A manager's root restores as its latest step, or the one asked for: its one tree, whatever else is saved."""
-    path, expected, meta = read_case(case, unpacked)
+    path, expected, meta = corpus.read(case, unpacked)
     root = path.parents[1]
     has_json = (path.parent / "metadata").is_dir()
     for restored in (restore(case, root, json_item=has_json), checkpoints.restore_checkpoint(root, None, meta["step"])):
@@ -146,7 +137,7 @@ TRAIN_STATES = [case for case in CASES if case.name.endswith("train_state")]
 @pytest.mark.parametrize("case", corpus.parameters(TRAIN_STATES))
 def test_train_states(case: corpus.Case, unpacked: Path) -> None:
     """A real TrainState with optax' own states is rebuilt from the files of every release."""
-    path, expected, _ = read_case(case, unpacked)
+    path, expected, _ = corpus.read(case, unpacked)
     saved = {name: corpus.expected_value(expected[f"params/Dense_0/{name}"]) for name in ("bias", "kernel")}
     zeros = {"Dense_0": jax.tree.map(jnp.zeros_like, saved)}
     target = TrainState.create(apply_fn=None, params=zeros, tx=optax.adamw(1e-3))
@@ -166,10 +157,7 @@ def announced(leaf: LeafHandle) -> Any:
 @pytest.mark.parametrize("case", corpus.parameters(CASES, oldest=False))
 def test_opened(case: corpus.Case, unpacked: Path) -> None:
     """read() is what a restore without a target gives; arrays are announced with their saved shape and dtype."""
-    directory = corpus.unpack(case.release, unpacked) / case.name
-    meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-    expected = json.loads((directory / "expected.json").read_text(encoding="utf-8"))
-    path = directory / "ckpt" / meta["ckpts"][0]
+    path, expected, meta = corpus.read(case, unpacked)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # test_corpus.py knows which are due
         whole = checkpoints.restore_checkpoint(path, None)
@@ -202,15 +190,19 @@ NAMES = (
 LOSSES = [case for case in corpus.cases() if case.name in NAMES]
 
 
+def copied(case: corpus.Case, unpacked: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The path of a copy of a case in a folder, and what was saved there."""
+    path, expected, meta = corpus.read(case, unpacked)
+    name = meta["ckpts"][0]
+    shutil.copytree(Path(str(path).removesuffix(name)), folder, dirs_exist_ok=True)
+    return folder / name, expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", corpus.parameters(LOSSES, oldest=False))
 def test_any_file_may_be_lost(case: corpus.Case, unpacked: Path, tmp_path: Path) -> None:
     """Never other values, and no error that does not tell which file, or which directory of files, it needs."""
-    directory = corpus.unpack(case.release, unpacked) / case.name
-    name = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["ckpts"][0]
-    expected = json.loads((directory / "expected.json").read_text(encoding="utf-8"))
-    path = tmp_path / name
-    shutil.copytree(directory / "ckpt", tmp_path, dirs_exist_ok=True)
+    path, expected = copied(case, unpacked, tmp_path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     for file in files:
         content = file.read_bytes()
@@ -230,13 +222,11 @@ def test_any_file_may_be_lost(case: corpus.Case, unpacked: Path, tmp_path: Path)
 
 def test_an_array_whose_metadata_is_lost(unpacked: Path, tmp_path: Path) -> None:
     """The folder of an array item of Orbax 0.2.7 still shows what it was: its chunks are there."""
-    directory = corpus.unpack("flax-0.7.0_orbax-0.2.7", unpacked) / "orbax_array" / "int"
-    name = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["ckpts"][0]
-    shutil.copytree(directory / "ckpt", tmp_path, dirs_exist_ok=True)
-    (metadata,) = (tmp_path / name).rglob(".zarray")
+    path, _ = copied(corpus.Case("flax-0.7.0_orbax-0.2.7", "orbax_array/int"), unpacked, tmp_path)
+    (metadata,) = path.rglob(".zarray")
     metadata.unlink()
     with pytest.raises(IncompleteCheckpointError, match="zarray"):
-        checkpoints.restore_checkpoint(tmp_path / name, None)
+        checkpoints.restore_checkpoint(path, None)
 
 
 def quietly_restored(path: Path) -> Any:

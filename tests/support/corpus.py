@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import json
 import os
 import re
 import subprocess
@@ -93,6 +94,14 @@ def unpack(release: str, into: Path) -> Path:
             with suppress(OSError):  # another process was quicker
                 os.rename(Path(new, release), into / release)
     return into / release
+
+
+def read(case: Case, into: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The path of a case, unpacked; what was saved there, by key path; and what else is known about it."""
+    folder = unpack(case.release, into) / case.name
+    expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return folder / "ckpt" / meta["ckpts"][0], expected, meta
 
 
 def expected_value(entry: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from flax import core, serialization
 
 from tests.support.interop import EVERYBODY, FLAX, ORBAX, OURS, READERS, WRITERS, Saved, quietly
 from tests.support.peers import ORBAX_HAS_TYPED_KEYS, version
-from tests.support.samples import Fields, Pair, train_state_sample
+from tests.support.samples import Fields, Pair, fingerprint, train_state_sample
 
 # name → value. Containers hold arrays only, so that nothing but the container can differ.
 LEAVES: dict[str, Any] = {
@@ -131,26 +130,8 @@ def with_none(tree: Any) -> Any:
 
 
 def canonical(tree: Any) -> Any:
-    """Equal for two trees only if containers, types, dtypes, shapes and bits are.
-
-    The order of a dict's keys, and whether an array is numpy's or jax's, count for nothing.
-    """
-    if isinstance(tree, dict | core.FrozenDict):
-        children = [(repr(key), canonical(child)) for key, child in tree.items()]
-        return (type(tree).__name__, sorted(children, key=lambda child: child[0]))
-    if isinstance(tree, list | tuple):
-        return (type(tree).__name__, [canonical(child) for child in tree])
-    if isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jax.dtypes.prng_key):
-        return ("key", str(tree.dtype), canonical(jax.random.key_data(tree)))
-    if isinstance(tree, np.ndarray | np.generic | jax.Array):
-        kind = "scalar" if isinstance(tree, np.generic) else "array"
-        return (kind, np.dtype(tree.dtype).str, tree.dtype.name, tree.shape, np.asarray(tree).tobytes())
-    if isinstance(tree, float | complex):
-        return (type(tree).__name__, struct.pack("<dd", tree.real, tree.imag))
-    if tree is None or jax.tree_util.all_leaves([tree]):
-        return (type(tree).__name__, repr(tree))
-    children, structure = jax.tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-    return (str(structure), [canonical(child) for child in children])
+    """Its fingerprint, for which the order of a dict's keys counts for nothing."""
+    return fingerprint(jax.tree.map(lambda leaf: leaf, tree))
 
 
 PEERS = (*FLAX, *ORBAX)

@@ -33,6 +33,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat._core.local import temporaries
 from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler
+from tests.support.samples import fingerprint
 from tests.support.saves import set_aside
 
 TABLE = Path(__file__).parents[1] / "data" / "path_kinds.toml"
@@ -173,11 +174,7 @@ class Builder:
 
     def case(self, name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         """The path of a case of the corpus, what was saved there, and what is known about it."""
-        release, case = name.partition(" ")[0].split(":")
-        folder = corpus.unpack(release, self.unpacked) / case
-        expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        return folder / "ckpt" / meta["ckpts"][0], expected, meta
+        return corpus.read(corpus.Case(*name.partition(" ")[0].split(":")), self.unpacked)
 
     def what_it_is(self, row: Row, restored: Any) -> str:
         """A word for a restored value: ``this``, ``tree`` (only that of several items), ``older``, ``nothing``."""
@@ -212,16 +209,8 @@ class Builder:
 
 
 def normal(tree: Any) -> Any:
-    """Something that is equal for two restored trees only if types, dtypes, shapes and bits are."""
-    if isinstance(tree, dict):
-        return ("dict", sorted((str(name), normal(child)) for name, child in tree.items()))
-    if isinstance(tree, list | tuple):  # as Flax restores them
-        return normal({str(number): child for number, child in enumerate(tree)})
-    if isinstance(tree, jax.Array) and jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
-        return ("key", str(tree.dtype), normal(jax.random.key_data(tree)))
-    if isinstance(tree, np.ndarray | jax.Array):
-        return ("array", str(tree.dtype), str(tree.shape), np.asarray(tree).tobytes())
-    return (type(tree).__name__, repr(tree))
+    """Something that is equal for two restored trees only if types, dtypes, shapes and bits are; lists as in Flax."""
+    return fingerprint(jax.tree.map(lambda leaf: leaf, serialization.to_state_dict(tree)))
 
 
 def _copy(source: Path, target: Path) -> None:
