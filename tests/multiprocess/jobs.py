@@ -10,7 +10,8 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import flax
@@ -23,6 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import Progress, checkpoints, config
 from flax_ckpt_compat._core import progress
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._discovery.formats import backend_for
 
 
 def count(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -271,9 +274,24 @@ def barrier(name: str) -> None:
     client.wait_at_barrier(f"{name} {next(_numbers)}", 20_000)
 
 
-def both(*steps: int) -> list[str]:
-    """The names of msgpack checkpoints and of their folders of arrays."""
-    return sorted(f"checkpoint_{step}{end}" for step in steps for end in ("", "_gda"))
+@contextmanager
+def before(orbax: bool, method: str, first: Callable[[], Any]) -> Iterator[None]:
+    """Calls something before each call of a method of the format's backend, in this process."""
+    backend = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+    own = getattr(backend, method)
+
+    def called(*args: Any) -> Any:
+        first()
+        return own(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, method, called)
+        yield
+
+
+def steps_and_arrays(orbax: bool, *steps: int) -> list[str]:
+    """The names of checkpoints, and of the folders of arrays that msgpack files have."""
+    return sorted(f"checkpoint_{step}{end}" for step in steps for end in (("",) if orbax else ("", "_gda")))
 
 
 def reports_of_save(folder: str, orbax: bool) -> tuple[int, list[int]]:

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import coordination
-from tests.multiprocess.jobs import large, mesh, names, put, restore_small, small, use
+from tests.multiprocess.jobs import before, large, mesh, names, put, restore_small, small, use
 
 
 def save_with(folder: str, orbax: bool, changes: list[dict[str, Any]], wait: float = 3) -> str:
@@ -115,24 +114,19 @@ def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tu
         The name of the error's class, or an empty text; and what a restore then gives.
     """
     use(orbax)
-    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    own = backend.finish_multiprocess
 
-    def finish_multiprocess(*args: Any) -> None:
-        own(*args)
+    def wait() -> None:
         Path(folder, f"other_{job}").touch()
         deadline = time.monotonic() + 20
         while sum(name.startswith("other_") for name in names(folder)) < jobs and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    backend.finish_multiprocess = finish_multiprocess
     error = ""
     try:
-        checkpoints.save_checkpoint_multiprocess(folder, small(len(job)), 1)
+        with before(orbax, "finish_multiprocess", wait):
+            checkpoints.save_checkpoint_multiprocess(folder, small(len(job)), 1)
     except Exception as raised:
         error = type(raised).__name__
-    finally:
-        backend.finish_multiprocess = own
     return error, restore_small(folder)
 
 
@@ -144,25 +138,21 @@ def save_while_another_hangs(folder: str, orbax: bool, stage: str, wait: float) 
         wait: the setting ``coordination_timeout``; once one has failed, the others wait for half a second.
     """
     use(orbax)
-    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
     method = "prepare" if stage == "begin" else "write_process_part"
-    own, index, given_up = getattr(backend, method), jax.process_index(), Path(folder, "given_up")
+    index, given_up = jax.process_index(), Path(folder, "given_up")
 
-    def fail_or_hang(*args: Any, **options: Any) -> Any:
+    def fail_or_hang() -> None:
         if index == 1:
             raise OSError("the disk broke")
         deadline = time.monotonic() + 20
         while index == 3 and not given_up.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return own(*args, **options)
 
-    setattr(backend, method, fail_or_hang)
-    grace, coordination._GRACE_SECONDS = coordination._GRACE_SECONDS, 0.5
     try:
-        with config.override(coordination_timeout=wait):
-            return checkpoints.save_checkpoint_multiprocess(folder, small(1), 1)
+        with pytest.MonkeyPatch.context() as patch, config.override(coordination_timeout=wait):
+            patch.setattr(coordination, "_GRACE_SECONDS", 0.5)
+            with before(orbax, method, fail_or_hang):
+                return checkpoints.save_checkpoint_multiprocess(folder, small(1), 1)
     finally:
         if index == 0:
             given_up.touch()
-        setattr(backend, method, own)
-        coordination._GRACE_SECONDS = grace

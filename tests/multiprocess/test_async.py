@@ -6,8 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves
 from tests.multiprocess import jobs
-from tests.multiprocess.jobs import barrier, check_shards, names, small, use
+from tests.multiprocess.jobs import barrier, before, check_shards, names, small, use
 from tests.support.team import team_of
 
 
@@ -64,7 +61,7 @@ def save_slowly(folder: str, orbax: bool) -> list[str]:
     """Saves in the background where process 1 takes its time to write; what is there meanwhile."""
     use(orbax)
     manager, go = checkpoints.AsyncManager(), threading.Event()
-    with _writing(orbax, lambda: go.wait(20) if jax.process_index() == 1 else None):
+    with before(orbax, "write_process_part", lambda: go.wait(20) if jax.process_index() == 1 else None):
         checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
         time.sleep(0.2)
         # Our own look-ups wait for this process's part of the save.
@@ -91,7 +88,7 @@ def look_at_once(folder: str, orbax: bool, step: int, look: str) -> int:
     use(orbax)
     manager, go = checkpoints.AsyncManager(), threading.Event()
     late = jax.process_index() == 1
-    with _writing(orbax, lambda: go.wait(20) if late else None):
+    with before(orbax, "write_process_part", lambda: go.wait(20) if late else None):
         checkpoints.save_checkpoint_multiprocess(folder, small(step), step, keep=9, async_manager=manager)
         threading.Timer(0.1, go.set).start()
         if late:
@@ -118,8 +115,8 @@ def _opened(folder: str) -> Any:
         return opened
 
 
-def fail(folder: str, orbax: bool, at: str) -> tuple[tuple[str, ...], str]:
-    """Saves in the background where process 1 cannot write; what the next call raises."""
+def fail(folder: str, orbax: bool, at: str) -> None:
+    """Saves in the background where process 1 cannot write, and makes the next call."""
     use(orbax)
     manager = checkpoints.AsyncManager()
 
@@ -127,25 +124,21 @@ def fail(folder: str, orbax: bool, at: str) -> tuple[tuple[str, ...], str]:
         if jax.process_index() == 1:
             raise StorageError("no space in this test")
 
-    with _writing(orbax, refuse):
+    with before(orbax, "write_process_part", refuse):
         checkpoints.save_checkpoint_multiprocess(folder, small(2), 2, async_manager=manager)
         while not manager.save_future.done():
             time.sleep(0.005)
     barrier(f"failed before {at}")
-    try:
-        if at == "save":
-            checkpoints.save_checkpoint_multiprocess(folder, small(3), 3, async_manager=manager)
-        elif at == "wait":
-            manager.wait_previous_save()
-        else:
-            checkpoints.restore_checkpoint(folder, small(-1))
-    except Exception as error:
-        return tuple(kind.__name__ for kind in type(error).__mro__), str(error)
-    return (), "nothing was raised"
+    if at == "save":
+        checkpoints.save_checkpoint_multiprocess(folder, small(3), 3, async_manager=manager)
+    elif at == "wait":
+        manager.wait_previous_save()
+    else:
+        checkpoints.restore_checkpoint(folder, small(-1))
 
 
-def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
-    """A background task of process 1 alone has failed; what the next save raises in each process."""
+def fail_unnoticed(folder: str, orbax: bool) -> None:
+    """Saves where a background task of process 1 alone has failed."""
     use(orbax)
     manager = checkpoints.AsyncManager()
 
@@ -154,29 +147,8 @@ def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
 
     if jax.process_index() == 1:
         async_saves.start(manager, location_of(folder), refuse)
-    try:
-        with config.override(coordination_timeout=20.0):
-            checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
-    except Exception as error:
-        return tuple(kind.__name__ for kind in type(error).__mro__), str(error)
-    return (), "nothing was raised"
-
-
-@contextmanager
-def _writing(orbax: bool, first: Any) -> Iterator[None]:
-    """Calls something before this process writes its part."""
-    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    own = backend.write_process_part
-
-    def write_process_part(*args: Any) -> None:
-        first()
-        own(*args)
-
-    backend.write_process_part = write_process_part
-    try:
-        yield
-    finally:
-        backend.write_process_part = own
+    with config.override(coordination_timeout=20.0):
+        checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
 
 
 def _remove(path: str) -> None:
@@ -214,10 +186,10 @@ def test_a_failure_is_raised_in_all_processes_at_the_next_call(orbax: bool, tmp_
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
     for at in ("save", "wait", "restore"):
-        for index, (kinds, error) in enumerate(team.call(fail, str(tmp_path), orbax, at)):
-            assert "CheckpointError" in kinds, kinds
-            assert "no space in this test" in error
-            assert index == 1 or "process 1 failed at 'commit'" in error
+        for index, outcome in enumerate(team.run(fail, str(tmp_path), orbax, at)):
+            assert "CheckpointError" in outcome.kinds, outcome
+            assert "no space in this test" in outcome.error
+            assert index == 1 or "process 1 failed at 'commit'" in outcome.error
     assert team.call(jobs.restore_small, str(tmp_path)) == [1, 1]
     assert len(jobs.names(str(tmp_path))) == (1 if orbax else 2)
     team.call(jobs.save_small, str(tmp_path), orbax, 2)
@@ -225,7 +197,7 @@ def test_a_failure_is_raised_in_all_processes_at_the_next_call(orbax: bool, tmp_
 
 def test_a_failure_in_one_process_only_is_told_to_all_at_the_next_save(orbax: bool, tmp_path: Path) -> None:
     """A failure of which only one process knows fails the next save of all, instead of leaving the others waiting."""
-    for index, (kinds, error) in enumerate(team_of(2).call(fail_unnoticed, str(tmp_path), orbax)):
-        assert "trouble of process 1 alone" in error
-        assert (kinds[0] == "StorageError") == (index == 1)
+    for index, outcome in enumerate(team_of(2).run(fail_unnoticed, str(tmp_path), orbax)):
+        assert "trouble of process 1 alone" in outcome.error
+        assert (outcome.kinds[0] == "StorageError") == (index == 1)
     team_of(2).call(jobs.save_small, str(tmp_path), orbax, 2)

@@ -19,9 +19,10 @@ in_one_format = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
 @in_one_format
-@pytest.mark.parametrize(("count", "absent"), [pytest.param(2, [1], marks=pytest.mark.slow), (2, [0]), (4, [1, 3])])
+@pytest.mark.parametrize(
+    ("count", "absent"), [(2, [1]), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, [0]), (4, [1, 3])))]
+)
 def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, absent: list[int]) -> None:
     """The others fail within the bound, naming missing processes and barrier; saving the step again works."""
     team = team_of(count)

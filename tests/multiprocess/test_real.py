@@ -52,7 +52,7 @@ QUICK = ((False, "both"), (True, "both"), (False, "checkpointer"), (True, "async
 def test_given_managers_and_checkpointers(orbax: bool, tmp_path: Path, given: str) -> None:
     """They are used and waited for: every save commits, in order, and retention follows."""
     format_given = orbax or "checkpointer" in given
-    wanted = ["checkpoint_1", "checkpoint_2"] if format_given else jobs.both(1, 2)
+    wanted = jobs.steps_and_arrays(format_given, 1, 2)
     assert team_of(2).call(real_jobs.save_given, str(tmp_path), orbax, given) == [wanted, wanted]
 
 
@@ -60,9 +60,9 @@ def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path
     """An existing step is refused in both processes, and nothing changes."""
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), True, 2)
-    for kind, text in team.call(real_jobs.refuse_given, str(tmp_path)):
-        assert kind == "InvalidCheckpointError"
-        assert "already exists" in text
+    for outcome in team.run(real_jobs.refuse_given, str(tmp_path)):
+        assert outcome.kinds[0] == "InvalidCheckpointError"
+        assert "already exists" in outcome.error
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
 
 
@@ -70,6 +70,6 @@ def test_an_async_checkpointer_whose_save_is_not_published(tmp_path: Path) -> No
     """Both processes raise the error of process 0; the version before stays."""
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), True, 2)
-    for kind, text in team.call(real_jobs.fail_to_publish, str(tmp_path)):
-        assert (kind, text) == ("StorageError", "no renaming in this test")
+    for outcome in team.run(real_jobs.fail_to_publish, str(tmp_path)):
+        assert (outcome.kinds[0], outcome.error) == ("StorageError", "no renaming in this test")
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]

@@ -14,16 +14,11 @@ from tests.support.saves import tree, use_flag
 from tests.support.team import team_of
 
 
-def steps_and_arrays(folder: Path, orbax: bool, *steps: int) -> list[str]:
-    """What a directory holds with these steps."""
-    return sorted(f"checkpoint_{step}{end}" for step in steps for end in (("",) if orbax else ("", "_gda")))
-
-
 def test_keep_and_every(orbax: bool, tmp_path: Path) -> None:
     """Retention leaves what it leaves of one process's saves, arrays too; Flax's rule from format chapter 6.4."""
     for step in range(1, 6):
         team_of(2).call(jobs.save_small, str(tmp_path), orbax, step, {"keep": 2, "keep_every_n_steps": 2})
-    assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 1, 3, 4, 5)
+    assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 1, 3, 4, 5)
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [5, 5]
     assert team_of(4).call(jobs.restore_small, str(tmp_path), 3) == [3] * 4
 
@@ -41,7 +36,7 @@ def test_an_existing_or_older_step_is_refused_in_all_processes(orbax: bool, tmp_
         assert "overwrite=True" in outcome.error
     assert jobs.names(str(tmp_path)) == before
     team.call(jobs.save_small, str(tmp_path), orbax, step, {"keep": 5, "overwrite": True})
-    assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 1, step)
+    assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 1, step)
     assert team.call(jobs.restore_small, str(tmp_path)) == [step, step]
 
 
@@ -50,7 +45,7 @@ def test_a_step_is_overwritten_in_the_other_format(tmp_path: Path) -> None:
     team = team_of(2)
     for orbax in (False, True, False, True):
         team.call(jobs.save_small, str(tmp_path), orbax, 1, {"overwrite": True})
-        assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 1)
+        assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 1)
         assert team.call(jobs.restore_small, str(tmp_path)) == [1, 1]
 
 
@@ -63,7 +58,7 @@ def test_saves_of_one_and_of_several_processes_share_a_directory(orbax: bool, tm
     refused = team_of(2).run(jobs.save_small, str(tmp_path), orbax, 1)
     assert [outcome.kinds[0] for outcome in refused] == ["InvalidCheckpointError"] * 2
     team_of(2).call(jobs.save_small, str(tmp_path), orbax, 3)
-    assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 3)
+    assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 3)
 
 
 def test_two_jobs_save_one_step_without_overwrite(orbax: bool, tmp_path: Path) -> None:
