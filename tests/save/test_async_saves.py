@@ -22,11 +22,10 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors, rules, save
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save.snapshot import Copies
-from tests.support.saves import names, run_python, tree, use_flag
+from tests.support.saves import before_publish, names, run_python, tree, use_flag
 
 MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}
 
@@ -48,15 +47,14 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate before every commit; closed."""
-    held, publish = Gate(), atomic.publish
+    held = Gate()
 
-    def wait(temporary: str, final: str, **options: Any) -> None:
+    def wait(_: str) -> None:
         assert held.open.wait(30)
         if held.error is not None:
             raise held.error
-        publish(temporary, final, **options)
 
-    monkeypatch.setattr(atomic, "publish", wait)
+    before_publish(monkeypatch, wait)
     yield held
     held.open.set()
 
@@ -221,14 +219,13 @@ def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager:
 
 def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several managers with several workers, Flax's among them, mixed with saves in the foreground."""
-    order, publish = [], atomic.publish
+    order = []
 
-    def slow(temporary: str, final: str, **options: Any) -> None:
-        time.sleep(0.02 if Path(final).name.endswith("0") else 0)
+    def slow(final: str) -> None:
+        time.sleep(0.02 if final.endswith("0") else 0)
         order.append(Path(final).name)
-        publish(temporary, final, **options)
 
-    monkeypatch.setattr(atomic, "publish", slow)
+    before_publish(monkeypatch, slow)
     managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
     for step in range(12):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=managers[step % len(managers)])
@@ -284,23 +281,13 @@ def test_look_ups_wait_for_their_time(tmp_path: Path, gate: Gate) -> None:
     assert calls == [1] and not async_saves.saves_into(location_of(tmp_path))
 
 
-class Pool:
-    """A user's own manager, which keeps no future."""
-
-    def __init__(self) -> None:
-        self.executor = ThreadPoolExecutor(1)
-
-    def wait_previous_save(self) -> None:
-        self.executor.submit(int).result()
-
-    def save_async(self, task: Callable[[], Any]) -> None:
-        self.executor.submit(task)
-
-
-class Asking(Pool):
+class Asking:
     """A user's own manager, which asks for the result of its save whenever it is called."""
 
     save_future: Any = None
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1)
 
     def wait_previous_save(self) -> None:
         if self.save_future is not None:
@@ -492,16 +479,15 @@ def test_copies_are_freed_when_the_save_has_ended(
 
 def test_a_save_within_a_save(flag: bool, tmp_path: Path, manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of an object that is freed there, and saves at its end: it does not wait for the save that it is in."""
-    publish, is_known = atomic.publish, threading.Event()
+    is_known = threading.Event()
 
-    def finalize_before(temporary: str, final: str, **options: Any) -> None:
+    def finalize_before(final: str) -> None:
         if final.endswith("_1"):
             assert is_known.wait(20)
             for step, its_manager in ((2, manager), (3, None)):
                 ours.save_checkpoint(tmp_path, tree(step), step, prefix="last_", keep=2, async_manager=its_manager)
-        publish(temporary, final, **options)
 
-    monkeypatch.setattr(atomic, "publish", finalize_before)
+    before_publish(monkeypatch, finalize_before)
     ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
     future = manager.save_future
     is_known.set()
@@ -557,19 +543,17 @@ def test_saves_when_there_are_no_more_threads(flag: bool, tmp_path: Path) -> Non
 
 
 def test_a_managers_own_error_is_raised(flag: bool, tmp_path: Path) -> None:
-    """Only a pool's refusal makes a save go on without it."""
+    """Only a pool's refusal makes a save go on without it; what was queued all the same does nothing later."""
+    queued = list[Callable[[], Any]]()
 
-    class Broken:
-        save_future = None
-
-        def wait_previous_save(self) -> None:
-            pass
-
+    class Broken(Asking):
         def save_async(self, task: Callable[[], Any]) -> None:
+            queued.append(task)
             raise RuntimeError("out of order")
 
     with pytest.raises(RuntimeError, match="out of order"):
         ours.save_checkpoint(tmp_path, tree(), 1, async_manager=Broken())
+    queued[0]()
     assert names(tmp_path) == []
 
 

@@ -17,11 +17,13 @@ import pytest
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import syncing
 from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
-from tests.support.interpreters import run_python
 from tests.support.peers import needs, skip_without_typed_keys
-from tests.support.saves import use_flag
+from tests.support.saves import names, run_python, use_flag
 
 TREE = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(4, np.float32), "n": 3}, "l": [np.zeros(1, np.int8)]}
+
+
+FIRE = RuntimeError("the disk caught fire")
 
 
 class Gated(ocp.PyTreeCheckpointHandler):
@@ -29,13 +31,14 @@ class Gated(ocp.PyTreeCheckpointHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.error = threading.Event(), False
+        self.gate = threading.Event()
         self.gate.set()
+        self.error: Exception | None = None
 
     def finalize(self, directory: Any) -> None:
         self.gate.wait(60)
-        if self.error:
-            raise RuntimeError("the disk caught fire")
+        if self.error is not None:
+            raise self.error
         super().finalize(directory)
 
 
@@ -71,6 +74,9 @@ CHECKPOINTERS: dict[str, Callable[[], Any]] = {
 }
 
 
+KINDS = {"sync": ocp.Checkpointer, "async": ocp.AsyncCheckpointer}
+
+
 @pytest.fixture(params=CHECKPOINTERS)
 def checkpointer(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One of the checkpointers that users pass."""
@@ -82,11 +88,6 @@ def checkpointer(request: pytest.FixtureRequest) -> Iterator[Any]:
 def settle(directory: Path) -> None:
     """A call of ours for the directory, which finishes its background saves."""
     checkpoints.restore_checkpoint(directory, None)
-
-
-def names(directory: Path) -> list[str]:
-    """What is in a directory."""
-    return sorted(os.listdir(directory))
 
 
 def count(checkpointer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -167,12 +168,9 @@ def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["its save", "a save", "a restore"])
 def test_a_failed_commit_is_raised_whatever_its_class(call: str, tmp_path: Path) -> None:
     """TensorStore raises ValueError, also where a disk fails."""
-
-    class Failing(ocp.PyTreeCheckpointHandler):
-        def finalize(self, directory: Any) -> None:
-            raise ValueError("the disk caught fire")
-
-    checkpointer = ocp.AsyncCheckpointer(Failing())
+    handler = Gated()
+    handler.error = ValueError("the disk caught fire")
+    checkpointer = ocp.AsyncCheckpointer(handler)
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     with pytest.raises(ValueError, match="caught fire"):
         if call == "a restore":
@@ -203,7 +201,7 @@ def test_the_checkpointer_is_never_changed(tmp_path: Path) -> None:
     checkpointer = ocp.AsyncCheckpointer(handler)
     before = dict(vars(checkpointer))
     for step, find in enumerate([checkpointer.wait_until_finished, checkpointer.check_for_errors]):
-        handler.error = True
+        handler.error = FIRE
         handler.gate.clear()
         checkpoints.save_checkpoint(tmp_path, TREE, step, orbax_checkpointer=checkpointer)
         assert vars(checkpointer).keys() == before.keys()
@@ -212,7 +210,7 @@ def test_the_checkpointer_is_never_changed(tmp_path: Path) -> None:
             for _ in range(3000):
                 find()
                 threading.Event().wait(0.01)
-        handler.error = False
+        handler.error = None
         checkpoints.save_checkpoint(tmp_path, TREE, step, orbax_checkpointer=checkpointer)
         settle(tmp_path)
         # Old releases of Orbax leave the failed save's temporary.
@@ -251,14 +249,14 @@ def test_an_interrupted_wait_loses_no_commit(
     checkpointer.close()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     """The old checkpoint of a step is there, whole, while the new one is written and after that failed."""
     handler = Gated()
-    checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(handler)
+    checkpointer = KINDS[kind](handler)
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     settle(tmp_path)
-    handler.error = True
+    handler.error = FIRE
     new = {**TREE, "a": TREE["a"] + 1}
     with pytest.raises(RuntimeError, match="fire"):
         checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
@@ -266,7 +264,7 @@ def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
         settle(tmp_path)
     assert checkpoints.available_steps(tmp_path) == [1]
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
-    handler.error = False
+    handler.error = None
     checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
     settle(tmp_path)
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), new)
@@ -274,12 +272,12 @@ def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     checkpointer.close()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_overwrite_that_cannot_be_synced_leaves_the_old(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new one, of which Orbax has synced nothing, is removed."""
-    checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(ocp.PyTreeCheckpointHandler())
+    checkpointer = KINDS[kind](ocp.PyTreeCheckpointHandler())
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     settle(tmp_path)
     with monkeypatch.context() as patch:
@@ -294,7 +292,7 @@ def test_an_overwrite_that_cannot_be_synced_leaves_the_old(
     checkpointer.close()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_saved_meanwhile_is_not_replaced(kind: str, tmp_path: Path) -> None:
     """Without overwrite, an empty directory gives way, but not what another writer has put there by then."""
     other = {"a": np.ones(2)}
@@ -308,7 +306,7 @@ def test_a_checkpoint_saved_meanwhile_is_not_replaced(kind: str, tmp_path: Path)
             super().finalize(directory)
 
     (tmp_path / "checkpoint_1").mkdir()
-    checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(Slow())
+    checkpointer = KINDS[kind](Slow())
     with pytest.raises(InvalidCheckpointError, match="already exists"):
         checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
         settle(tmp_path)

@@ -23,7 +23,7 @@ from flax_ckpt_compat._core import progress
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import pipeline
-from tests.support.saves import names, tree, use_flag
+from tests.support.saves import names, save_by, tree, use_flag
 
 
 @pytest.fixture
@@ -71,12 +71,10 @@ def test_in_the_background_it_is_logged_and_stops_no_later_save(
 ) -> None:
     """An error raised at the next save would keep that one from being saved."""
     manager = ours.AsyncManager()
-    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
-    manager.wait_previous_save()
+    save_by(manager, tmp_path, tree(1), 1)
     undeletable.add("checkpoint_1")
     for step in (2, 3):
-        ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
-        manager.wait_previous_save()
+        save_by(manager, tmp_path, tree(step), step)
         assert caplog.text.count(f"checkpoint_{step} was saved, but") == 1
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_3"]
 

@@ -13,7 +13,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._save import snapshot
-from tests.support.saves import use_flag
+from tests.support.saves import save_by, use_flag
 
 _HAS_PAGE_LOCKED = any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
 pytestmark = pytest.mark.skipif(not _HAS_PAGE_LOCKED, reason="this jax has one kind of memory on CPUs")
@@ -102,9 +102,7 @@ def test_arrays_in_host_memory_are_copied(tmp_path: Path, placed: list[int]) -> 
     sharding = jnp.zeros(3).sharding.with_memory_kind("pinned_host")
     tree = {"a": jax.device_put([jnp.arange(3000.0)], [sharding])[0]}
     placed.clear()
-    manager = checkpoints.AsyncManager()
-    checkpoints.save_checkpoint(tmp_path, tree, 1, async_manager=manager)
-    manager.wait_previous_save()
+    save_by(checkpoints.AsyncManager(), tmp_path, tree, 1)
     assert placed == []
     assert checkpoints.restore_checkpoint(tmp_path, None)["a"].tolist() == list(range(3000))
 

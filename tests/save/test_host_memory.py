@@ -17,10 +17,9 @@ from hypothesis.extra import numpy as hnp
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import checkpoints, config, restore, save
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._save import snapshot
 from flax_ckpt_compat._save.snapshot import Copies
-from tests.support.saves import use_flag
+from tests.support.saves import before_publish, use_flag
 
 MIB = 1 << 20
 SIZES = (1000, 3 * MIB, 20 * MIB, 70 * MIB)  # bytes of arrays in blocks, and of one with memory of its own
@@ -62,14 +61,17 @@ def addresses(arrays: list[np.ndarray]) -> list[int]:
 
 
 def test_the_next_save_gets_the_same_memory() -> None:
-    """Once nothing refers to the copies of the one before."""
+    """Once nothing refers to the copies of the one before, and no sooner."""
     manager = Manager()
     first = copied(1, manager)
+    assert not set(addresses(copied(2, manager))).intersection(addresses(first))
+    assert all(np.all(array == 1) for array in first)
+    first = copied(3, manager)
     where = addresses(first)
     del first
-    second = copied(2, manager)
+    second = copied(4, manager)
     assert addresses(second) == where
-    assert all(np.all(array == 2) for array in second)
+    assert all(np.all(array == 4) for array in second)
 
 
 @pytest.mark.slow
@@ -89,19 +91,18 @@ def test_what_something_refers_to_is_never_written_to() -> None:
 @pytest.mark.parametrize("ends", ["well", "with an error"])
 def test_a_slow_save_keeps_its_values(flag: bool, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs, other saves get other memory; what it used, once it has ended, also with an error."""
-    publish, opened = atomic.publish, threading.Event()
+    opened = threading.Event()
 
-    def wait(temporary: str, final: str, **options: Any) -> None:
+    def wait(final: str) -> None:
         if "/held/" in final:
             opened.wait(60)
             if ends != "well":
                 raise OSError(5, "the disk broke")
-        publish(temporary, final, **options)
 
     def tree(value: int) -> dict[str, np.ndarray]:
         return {str(size): np.full(size, value, np.uint8) for size in SIZES[:2]}
 
-    monkeypatch.setattr(atomic, "publish", wait)
+    before_publish(monkeypatch, wait)
     slow, fast = checkpoints.AsyncManager(), checkpoints.AsyncManager()
     with use_flag(flag):
         checkpoints.save_checkpoint(tmp_path / "held", tree(1), 1, async_manager=slow)

@@ -12,8 +12,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.local import atomic
-from tests.support.saves import names, run_python, tree
+from tests.support.saves import before_publish, names, run_python, tree
 
 HANDLER = """
 import _thread, signal, sys
@@ -131,14 +130,12 @@ def test_threads_that_share_a_manager_lose_no_failure(
     flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save is known by its own future, not by the manager's last one."""
-    publish = atomic.publish
 
-    def fail(temporary: str, final: str, **options: Any) -> None:
+    def fail(final: str) -> None:
         if final.endswith("checkpoint_1"):
             raise errors.StorageError("the disk broke", path=final, errno=5)
-        publish(temporary, final, **options)
 
-    monkeypatch.setattr(atomic, "publish", fail)
+    before_publish(monkeypatch, fail)
     ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=Shared())
     with pytest.raises(errors.StorageError, match="broke"):
         ours.save_checkpoint(tmp_path, tree(2), 2)

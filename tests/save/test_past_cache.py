@@ -16,7 +16,7 @@ from flax_ckpt_compat.legacy import format
 from flax_ckpt_compat import Progress, checkpoints, config, verify
 from tests.benchmarks import disk
 from tests.support.interpreters import devices, run_python
-from tests.support.saves import use_flag
+from tests.support.saves import save_by, use_flag
 
 MIB = 1 << 20
 FLAGS = [False, True]
@@ -54,13 +54,9 @@ def state(seed: int = 0, large: int = 2) -> dict[str, Any]:
     }
 
 
-def save(path: Path, tree: Any, *, in_background: bool = True) -> str:
-    """The path of a checkpoint of step 1."""
-    manager = checkpoints.AsyncManager() if in_background else None
-    saved = checkpoints.save_checkpoint(path, tree, 1, async_manager=manager)
-    if manager is not None:
-        manager.wait_previous_save()
-    return saved
+def save(path: Path, tree: Any) -> str:
+    """The path of a checkpoint of step 1, saved in the background."""
+    return save_by(checkpoints.AsyncManager(), path, tree, 1)
 
 
 def files(path: str) -> list[str]:
@@ -110,7 +106,8 @@ def test_a_msgpack_file_has_the_bytes_of_any_other_save(disk_path: Path, monkeyp
     for limit in (format.MAX_CHUNK_SIZE, 3 * MIB):
         monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
         with use_flag(False):
-            paths = [save(disk_path / f"{limit}{how}", state(), in_background=how) for how in (True, False)]
+            managers = {"background": checkpoints.AsyncManager(), "foreground": None}
+            paths = [save_by(one, disk_path / f"{limit}{how}", state(), 1) for how, one in managers.items()]
         background, foreground = (Path(path).read_bytes() for path in paths)
         assert background == foreground
 

@@ -26,7 +26,7 @@ from flax_ckpt_compat import (
 )
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat.cli import main
-from tests.support.saves import names, tree
+from tests.support.saves import names, save_by, tree
 
 SAVES: dict[str, Callable[..., str]] = {
     "save_checkpoint": checkpoints.save_checkpoint,
@@ -116,18 +116,12 @@ def test_saves_to_names_that_are_not_utf8(flag: bool, tmp_path: Path, background
     """msgpack saves; Orbax's format is refused with the reason, because TensorStore takes no such path."""
     folder = tmp_path / os.fsdecode(b"run\xff")
     manager = checkpoints.AsyncManager() if background else None
-
-    def save_it() -> None:
-        checkpoints.save_checkpoint(folder, WITH_ARRAYS, 1, async_manager=manager)
-        if manager is not None:
-            manager.wait_previous_save()
-
     if not flag:
-        save_it()
+        save_by(manager, folder, WITH_ARRAYS, 1)
         assert checkpoints.restore_checkpoint(folder, None)["text"] == "x"
         return
     with pytest.raises(errors.StorageError, match=r"is not UTF-8.*save as msgpack") as caught:
-        save_it()
+        save_by(manager, folder, WITH_ARRAYS, 1)
     assert str(caught.value).startswith(f"{tmp_path}/run\\xff/checkpoint_1") and "tmp-" not in str(caught.value)
     assert names(folder) == []
 

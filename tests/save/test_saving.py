@@ -26,10 +26,9 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import config, errors
-from flax_ckpt_compat._core.local import atomic
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
-from tests.support.saves import names, run_python, tree, use_flag
+from tests.support.saves import before_publish, names, run_python, save_by, tree, use_flag
 
 FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
 
@@ -383,10 +382,10 @@ def test_an_interrupted_save_leaves_no_temporary(
     """Ctrl-C and the like go through as they are; the old checkpoint stays and nothing half written does."""
     ours.save_checkpoint(tmp_path, tree(1), 1)
 
-    def interrupt(*_: Any, **__: Any) -> None:
+    def interrupt(_: str) -> None:
         raise error
 
-    monkeypatch.setattr(atomic, "publish", interrupt)
+    before_publish(monkeypatch, interrupt)
     with pytest.raises(error):
         ours.save_checkpoint(tmp_path, tree(2), 2)
     assert names(tmp_path) == ["checkpoint_1"]
@@ -408,9 +407,7 @@ def test_lines_of_the_log(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureF
     """One of a save and one of a restore: bytes, seconds, and where the time went."""
     manager = ours.AsyncManager() if background else None
     with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
-        ours.save_checkpoint(tmp_path, MEGABYTE, 1, async_manager=manager)
-        if manager:
-            manager.wait_previous_save()
+        save_by(manager, tmp_path, MEGABYTE, 1)
         ours.restore_checkpoint(tmp_path, MEGABYTE)
     lines = [re.fullmatch(LINE, record.getMessage()) for record in caplog.records]
     assert [line and line[1] for line in lines] == ["Saved", "Restored"]

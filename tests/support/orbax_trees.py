@@ -13,6 +13,7 @@ from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
+from tests.support.trees import to_values
 
 BACKEND = backend_for(Format.ORBAX)
 
@@ -52,18 +53,7 @@ def load(path: Any) -> Any:
     found = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
     values = dict(zip(map(id, found), reader.read(found), strict=True))
     reader.close()
-    return _plain(reader.tree, values)
-
-
-def _plain(node: Node, values: dict[int, Any]) -> Any:
-    if not isinstance(node, Branch):
-        return None if node is None else values[id(node)]
-    children = {
-        int(name) if name in node.int_keys else name: _plain(child, values) for name, child in node.children.items()
-    }
-    if node.container is Container.LIST:
-        return list(children.values())
-    return tuple(children.values()) if node.container is Container.TUPLE else children
+    return to_values(reader.tree, values)
 
 
 def change_metadata(path: Path, **changes: Any) -> None:

@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.support.interpreters import run_python as run_python
 from tests.support.interpreters import start_python as start_python
 
@@ -51,6 +52,25 @@ def names(directory: Path | str) -> list[str]:
 def tree(step: float = 0) -> dict[str, Any]:
     """A tiny tree that tells which save it is from."""
     return {"w": np.full(3, step, np.float32), "n": float(step)}
+
+
+def save_by(manager: Any, directory: Path | str, tree: Any, step: Any, **options: Any) -> str:
+    """Saves with ours, in the background where a manager is given, and waits for the end; the path."""
+    path = checkpoints.save_checkpoint(directory, tree, step, async_manager=manager, **options)
+    if manager is not None:
+        manager.wait_previous_save()
+    return path
+
+
+def before_publish(monkeypatch: pytest.MonkeyPatch, first: Callable[[str], Any]) -> None:
+    """Calls something with the path before each checkpoint gets its name; what it raises fails the save."""
+    publish = atomic.publish
+
+    def published(temporary: str, final: str, **options: Any) -> None:
+        first(final)
+        publish(temporary, final, **options)
+
+    monkeypatch.setattr(atomic, "publish", published)
 
 
 def dead_pid() -> int:

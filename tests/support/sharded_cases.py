@@ -221,9 +221,16 @@ def moved_sharding(leaf: Any) -> Any:
 
 @case
 def onto_any_sharding(folder: Path) -> None:
-    """The mesh of before, another, one device, all replicated, some axes replicated: the same bits each time."""
+    """The mesh of before, another, one device, all replicated, some axes replicated: the same bits each time.
+
+    With a codec, too, no chunk reaches over two shards, and several boxes of one chunk are right."""
     tree = {**small_tree(), **large_tree()}
-    path = save(folder, tree)
+    path = save(folder / "plain", tree)
+    with config.override(compression="zstd"):
+        compressed = save(folder / "zstd", tree)
+    assert len(chunk_keys(compressed)["big"]) == 8
+    same(checkpoints.restore_checkpoint(compressed, tree), tree)
+    same(checkpoints.restore_checkpoint(compressed, abstract(tree, moved_sharding)), tree)
     kinds: dict[str, Callable[[Any], Any]] = {
         "same": lambda x: x.sharding,
         "moved": moved_sharding,
@@ -265,17 +272,6 @@ def many_leaves_of_small_chunks(folder: Path) -> None:
     store["2/1"] = None
     with pytest.raises(CorruptCheckpointError, match=r"leaf_30/c/2/1.*missing"):
         checkpoints.restore_checkpoint(path, abstract(tree, lambda _: targets[0]))
-
-
-@case
-def compressed(folder: Path) -> None:
-    """With a codec, too, no chunk reaches over two shards, and several boxes of one chunk are right."""
-    tree = {**small_tree(), **large_tree()}
-    with config.override(compression="zstd"):
-        path = save(folder, tree)
-    assert len(chunk_keys(path)["big"]) == 8
-    same(checkpoints.restore_checkpoint(path, tree), tree)
-    same(checkpoints.restore_checkpoint(path, abstract(tree, moved_sharding)), tree)
 
 
 @case

@@ -11,6 +11,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
 from flax_ckpt_compat._trees import leaf_sources
+from tests.support.trees import fingerprint
 
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 
@@ -95,15 +96,7 @@ def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Fails unless the two have the same names, and values of the same types, dtypes, shapes and bits."""
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        other = second[name]
-        assert type(value) is type(other), name
-        if isinstance(value, np.ndarray | np.generic):
-            assert (value.shape, value.dtype) == (other.shape, other.dtype), name
-            assert value.tobytes() == other.tobytes(), name
-        else:
-            assert value == other, name
+    assert fingerprint(dict(first)) == fingerprint(dict(second))
 
 
 def count(shape: tuple[int, ...], dtype: Any = np.float32, start: int = 0) -> np.ndarray[Any, Any]:

@@ -94,13 +94,15 @@ def to_branches(tree: Any) -> Any:
 
 
 def to_values(node: Any, values: dict[int, Any]) -> Any:
-    """A neutral tree of handles as plain dicts and lists of what ``values`` has for each handle's id."""
+    """A neutral tree of handles as plain dicts, lists and tuples of what ``values`` has for each handle's id."""
     if not isinstance(node, Branch):
         return None if node is None else values[id(node)]
     children = {
         int(name) if name in node.int_keys else name: to_values(child, values) for name, child in node.children.items()
     }
-    return list(children.values()) if node.container is Container.LIST else children
+    if node.container is Container.LIST:
+        return list(children.values())
+    return tuple(children.values()) if node.container is Container.TUPLE else children
 
 
 def _bits(array: Any) -> bytes:
