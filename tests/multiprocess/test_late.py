@@ -300,6 +300,8 @@ def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path)
     for step in (1, 2):
         outcome = team.run(save_interrupted, str(tmp_path), orbax, 1, only=[1], timeout=20)[1]
         assert outcome.kinds[0] == "KeyboardInterrupt", outcome
+        alone = team.run(save_small, str(tmp_path), orbax, 1, None, 0.5, only=[0], timeout=20)[0]
+        assert "process 1 of 2 did not reach barrier 'begin'" in alone.error, alone
         team.call(jobs.save_small, str(tmp_path), orbax, step, None, 3)
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
 

@@ -23,7 +23,7 @@ from flax_ckpt_compat._core import progress
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import pipeline
-from tests.support.saves import names, save_by, tree, use_flag
+from tests.support.saves import names, refuse, save_by, tree, use_flag
 
 
 @pytest.fixture
@@ -98,36 +98,18 @@ def test_a_replaced_checkpoint_that_cannot_be_removed(
 
 def test_arrays_stay_with_a_checkpoint_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A msgpack file without the folder beside it would look complete, and not restore."""
-    array, unlink = tmp_path / "checkpoint_1_gda" / "w" / ".zarray", os.unlink
-
-    def refusing(path: Any, **options: Any) -> None:
-        if Path(path) == tmp_path / "checkpoint_1":
-            raise PermissionError(13, "Permission denied", str(path))
-        unlink(path, **options)
-
+    array = tmp_path / "checkpoint_1_gda" / "w" / ".zarray"
     with use_flag(False):
         ours.save_checkpoint(tmp_path, tree(1), 1)
         array.parent.mkdir(parents=True)
         array.write_text("{}")
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", refusing)
+            refuse(patch, "unlink", "checkpoint_1")
             with pytest.raises(errors.CleanupError, match="checkpoint_2 was saved, but"):
                 ours.save_checkpoint(tmp_path, tree(2), 2)
         assert array.exists()
         ours.save_checkpoint(tmp_path, tree(3), 3)
     assert names(tmp_path) == ["checkpoint_3"]
-
-
-def _failing(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:
-    """Let a function of os fail about a path, as where the disk cannot be read there."""
-    function = getattr(os, name)
-
-    def failing(where: Any, *args: Any, **options: Any) -> Any:
-        if str(where) == str(path):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), where)
-        return function(where, *args, **options)
-
-    monkeypatch.setattr(os, name, failing)
 
 
 def test_another_program_removes_an_old_checkpoint_while_it_is_looked_at(
@@ -159,7 +141,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error_of_ours(
     """Before it is replaced, a save looks at it."""
     flax_ckpt_compat.save(tmp_path / "checkpoint_1", tree(1), format="orbax")
     with monkeypatch.context() as patch:
-        _failing(patch, "listdir", tmp_path / "checkpoint_1")
+        refuse(patch, "listdir", "checkpoint_1", errno.EIO)
         with pytest.raises(errors.StorageError, match="Input/output error"):
             ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert os.listdir(tmp_path) == ["checkpoint_1"]

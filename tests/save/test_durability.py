@@ -15,7 +15,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.local import syncing
-from tests.support.saves import save_by
+from tests.support.saves import refuse, save_by
 
 TREE = {"w": np.arange(200_000.0), "small": {"b": np.ones(3)}, "name": "text"}
 
@@ -143,11 +143,7 @@ def test_new_directories_are_synced_before_the_checkpoint(flag: bool, tmp_path: 
 
 def test_a_save_that_fails_closes_its_files(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that goes on after a full disk, step by step, does not run out of descriptors."""
-
-    def failing(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", failing)
+    refuse(monkeypatch, "fsync", "", errno.EIO)
     with pytest.raises(errors.StorageError, match=os.strerror(errno.EIO)):
         checkpoints.save_checkpoint(tmp_path, TREE, 1)
     opened = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.lexists(link.path)]

@@ -214,6 +214,10 @@ def test_a_writer_of_orbax_that_goes_on_after_the_list_was_made(
         assert not found.kept
     assert not interrupted_saves.remove(found)
     assert os.path.exists(found.location.path)
+    values = tmp_path / "checkpoint_3.partial_save"  # which is kept for what it holds, however old
+    values.mkdir()
+    (found,) = interrupted_saves.in_folder(location_of(tmp_path), [values.name])
+    assert not interrupted_saves.remove(found, force=True)
 
 
 def test_what_stays_is_told_by_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from flax_ckpt_compat import (
 )
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat.cli import main
-from tests.support.saves import names, save_by, tree
+from tests.support.saves import names, refuse, save_by, tree
 
 SAVES: dict[str, Callable[..., str]] = {
     "save_checkpoint": checkpoints.save_checkpoint,
@@ -300,18 +300,6 @@ def test_a_directory_whose_link_leads_to_nothing(flag: bool, tmp_path: Path) -> 
     (tmp_path / "disk" / "run").mkdir(parents=True)
     checkpoints.save_checkpoint(run, tree(1), 1)
     assert checkpoints.restore_checkpoint(tmp_path / "disk" / "run", None)["n"] == 1
-
-
-def refuse(monkeypatch: pytest.MonkeyPatch, call: str, name: str) -> None:
-    """Makes the system refuse a call about a path that ends so, as it does to other users than root."""
-    real = getattr(os, call)
-
-    def refusing(path: Any = ".", *arguments: Any, **options: Any) -> Any:
-        if str(path).endswith(name):
-            raise PermissionError(13, "Permission denied", path)
-        return real(path, *arguments, **options)
-
-    monkeypatch.setattr(os, call, refusing)
 
 
 def test_an_older_step_that_may_not_be_read(

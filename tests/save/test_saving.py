@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import re
@@ -11,58 +10,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.training import checkpoints as flax_checkpoints
-from flax.training import train_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import config, errors
 from tests.support.profiles import examples
-from tests.support.samples import fingerprint
-from tests.support.saves import before_publish, names, run_python, save_by, tree, use_flag
+from tests.support.samples import FLAX_KNOWS, SAMPLES, Fields, Pair, fingerprint
+from tests.support.saves import before_publish, names, refuse, run_python, save_by, tree, use_flag
 
 FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
-
-
-class Pair(NamedTuple):
-    zulu: Any
-    alpha: Any
-
-
-@flax.struct.dataclass
-class Model:
-    zeta: Any
-    beta: Any
-    name: str = flax.struct.field(pytree_node=False, default="static")
-
-
-@functools.cache
-def train_states() -> dict[str, Any]:
-    """Trees as training scripts save them."""
-    params = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16)}}
-    chain = optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1.0, 0.0, 9)), optax.ema(0.9))
-    optimizers = {"sgd": optax.sgd(0.1, momentum=0.9), "adam": optax.adam(1e-3), "chain": chain}
-    states: dict[str, Any] = {
-        name: train_state.TrainState.create(apply_fn=None, params=params, tx=tx) for name, tx in optimizers.items()
-    }
-    states["masked"] = optax.masked(optax.adam(0.1), {"dense": {"kernel": True, "bias": False}}).init(params)
-    states["frozen"] = flax.core.freeze(params)
-    states["tuple with an int"] = (params, optax.adam(1e-3).init(params), 7)
-    states["eleven layers"] = {"layers": [{"w": np.float32(i)} for i in range(11)], "after": tuple(range(12))}
-    states["classes"] = Model(Pair([1, 2], {"b": None, "a": {}}), np.arange(4, dtype=np.int8))
-    states["bare array"] = np.arange(3)
-    states["bare number"] = 3
-    states["nothing"] = {}
-    return states
 
 
 def both_files(folder: Path, function: str, target: Any) -> tuple[bytes, bytes]:
@@ -77,10 +41,10 @@ def both_files(folder: Path, function: str, target: Any) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", train_states())
+@pytest.mark.parametrize("name", FLAX_KNOWS)
 def test_files_are_flaxs_to_the_byte(tmp_path: Path, function: str, name: str) -> None:
     """TrainStates and optimizer states give the file that Flax gives; the multi-process function sorts all names."""
-    mine, theirs = both_files(tmp_path, function, train_states()[name])
+    mine, theirs = both_files(tmp_path, function, SAMPLES[name]())
     assert mine == theirs
 
 
@@ -94,7 +58,7 @@ trees = st.recursive(
         st.lists(inner, max_size=12),
         st.lists(inner, max_size=12).map(tuple),
         st.builds(Pair, inner, inner),
-        st.builds(Model, inner, inner),
+        st.builds(Fields, inner, inner),
     ),
     max_leaves=25,
 )
@@ -186,17 +150,19 @@ def test_the_flag_is_read_at_every_call(tmp_path: Path) -> None:
             assert os.path.isdir(ours.save_checkpoint(tmp_path, tree(), step, keep=9)) == flag
 
 
-@pytest.mark.parametrize(
-    "target",
-    [{"a": object()}, {"a": np.array([object()])}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, {1: 1, "1": 2}],
-)
+UNFIT: list[Any] = [object(), np.array([object()]), jax.ShapeDtypeStruct((2,), jnp.float32), {1, 2}, 2**64]
+UNFIT += [np.zeros(2, [("x", "i4")]), np.ma.array([1], mask=[1])]
+
+
+@pytest.mark.parametrize("leaf", [*UNFIT, {1: 1, "1": 2}], ids=lambda leaf: type(leaf).__name__)
 def test_a_tree_that_cannot_be_saved_is_refused_before_anything_is_written(
-    flag: bool, tmp_path: Path, target: Any
+    flag: bool, tmp_path: Path, leaf: Any
 ) -> None:
-    """Sync and async, the error is raised by the call itself, and no directory is made."""
+    """Sync and async, the error is raised by the call itself and names the leaf, and no directory is made."""
+    kind, told = (ValueError, "unique") if isinstance(leaf, dict) else (TypeError, "inner/leaf")
     for manager in (None, ours.AsyncManager()):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            ours.save_checkpoint(tmp_path / "new", target, 1, async_manager=manager)
+        with pytest.raises(kind, match=told) as caught:
+            ours.save_checkpoint(tmp_path / "new", {"inner": {"leaf": leaf}}, 1, async_manager=manager)
         assert isinstance(caught.value, errors.CheckpointError)
     assert names(tmp_path) == []
 
@@ -320,12 +286,8 @@ def test_a_refused_write_names_the_checkpoint(
     flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
     """Not its temporary, and nobody is told to free space who lacks permission."""
-
-    def refuse(path: str, *args: Any) -> int:
-        raise OSError(number, os.strerror(number), path)
-
     with monkeypatch.context() as patch, pytest.raises(errors.StorageError) as caught:
-        patch.setattr(os, "mkdir" if flag else "open", refuse)
+        refuse(patch, "mkdir" if flag else "open", "", number)
         ours.save_checkpoint(tmp_path, tree(), 1)
     assert str(caught.value).startswith(f"{tmp_path}/checkpoint_1 could not be saved: {os.strerror(number)}; ")
     assert remedy in str(caught.value) and "space" not in str(caught.value) and "tmp-" not in str(caught.value)

@@ -74,25 +74,25 @@ def _save_v1(folder: Path, tree: Any) -> Saved:
     return Saved(folder / "checkpoint_1", "v1")
 
 
-def _load(module: Any, flag: bool) -> Callable[[Saved, Any], Any]:
-    def load(saved: Saved, target: Any) -> Any:
+def _load(module: Any, flag: bool) -> Callable[[Saved], Any]:
+    def load(saved: Saved) -> Any:
         with use_flag(flag):
-            return module.restore_checkpoint(saved.path, target)
+            return module.restore_checkpoint(saved.path, None)
 
     return load
 
 
-def _load_pytree(saved: Saved, target: Any) -> Any:
+def _load_pytree(saved: Saved) -> Any:
     with ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(saved.item())
 
 
-def _load_standard(saved: Saved, target: Any) -> Any:
+def _load_standard(saved: Saved) -> Any:
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(saved.item())
 
 
-def _load_manager(saved: Saved, target: Any) -> Any:
+def _load_manager(saved: Saved) -> Any:
     root = saved.path
     if saved.layout != "manager":
         root = saved.path.parent / "as an item of a manager"
@@ -104,7 +104,7 @@ def _load_manager(saved: Saved, target: Any) -> Any:
         return manager.restore(1, args=ocp.args.PyTreeRestore())
 
 
-def _load_v1(saved: Saved, target: Any) -> Any:
+def _load_v1(saved: Saved) -> Any:
     return ocp_v1.load(saved.path / "1" if saved.layout == "manager" else saved.path)
 
 
@@ -122,7 +122,7 @@ WRITERS: dict[str, Callable[[Path, Any], Saved]] = {
     "Manager": _save_manager,
     "v1": _save_v1,
 }
-READERS: dict[str, Callable[[Saved, Any], Any]] = {
+READERS: dict[str, Callable[[Saved], Any]] = {
     "ours off": _load(checkpoints, False),
     "ours on": _load(checkpoints, True),
     "flax off": _load(flax_checkpoints, False),

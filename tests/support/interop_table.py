@@ -303,7 +303,7 @@ def save(writer: str, names: tuple[str, ...], folder: Path) -> Saved:
 def read(writer: str, reader: str, names: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """What a reader gives back, by kind of tree; what it refuses is not there."""
     try:
-        got = quietly(READERS[reader], save(writer, names, folder), None)
+        got = quietly(READERS[reader], save(writer, names, folder))
     except Exception:
         half = len(names) // 2
         halves = (names[:half], names[half:]) if half else ()

@@ -159,6 +159,13 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     },
 }
 
+# What legacy Flax itself can write and read back; the rest it refuses, or changes (big-endian, byte-swapped).
+FLAX_KNOWS = [
+    "dict", "FrozenDict", "list", "tuple", "namedtuple", "dataclass", "TrainState", "masked", "multi_transform",
+    "inject_hyperparams", "serialized", "Partial", "int keys", "awkward keys", "array", "int", "str", "None", "{}",
+    "[]", "()", "jax array", "jax dtypes", "numpy scalars", "Python", "text",
+]  # fmt: skip
+
 
 def fingerprint(tree: Any) -> Any:
     """Something that is equal for two trees only if containers, types, dtypes, shapes and bits are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -71,6 +72,18 @@ def before_publish(monkeypatch: pytest.MonkeyPatch, first: Callable[[str], Any])
         publish(temporary, final, **options)
 
     monkeypatch.setattr(atomic, "publish", published)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, call: str, name: str, number: int = errno.EACCES) -> None:
+    """Makes the system refuse a call about a path that ends so, as it does to other users than root."""
+    real = getattr(os, call)
+
+    def refusing(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(name):
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, call, refusing)
 
 
 def dead_pid() -> int:
