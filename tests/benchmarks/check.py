@@ -279,6 +279,10 @@ def _moved() -> tuple[int, int] | None:
 
 def _ratios(workdir: str) -> Iterator[Figure]:
     """Least time of ours ÷ least time of a peer, in turns."""
+
+    def once(system: Any, workload: Workload, seconds: Callable[[Callable[[], Any]], float] = timed) -> _Once:
+        return functools.partial(_save_and_restore, system, workload.tree(), workload.target(), workdir, seconds)
+
     for workload, ours, peer in (
         (SMALL, _MSGPACK, FLAX[0]),
         (SMALL, _ORBAX, _MSGPACK),
@@ -286,29 +290,18 @@ def _ratios(workdir: str) -> Iterator[Figure]:
         (LARGE, _MSGPACK, FLAX[0]),
         (LARGE, _ORBAX, FLAX[1]),
     ):
-        trees = workload.tree(), workload.target()
-        ours_once = functools.partial(_save_and_restore, ours, *trees, workdir)
-        peer_once = functools.partial(_save_and_restore, peer, *trees, workdir)
-        yield from _compared(_names(f"{ours.name} ÷ {peer.name}", workload), ours_once, peer_once)
-    ours_once = functools.partial(_save_and_restore, _MSGPACK, LARGE.tree(), LARGE.target(), workdir)
-    peer_once = functools.partial(_raw, np.ones(LARGE.nbytes, np.uint8), workdir)
-    yield from _compared(_names(f"{_MSGPACK.name} ÷ raw file", LARGE), ours_once, peer_once)
-    split, whole = (
-        functools.partial(
-            _save_and_restore, _ORBAX, one.tree(), one.target(), workdir, lambda call: timed_twice(call)[1]
-        )
-        for one in (SPLIT, WHOLE)
-    )
-    small, flax = (
-        functools.partial(
-            _save_and_restore, one, SMALL.tree(), SMALL.target(), workdir, lambda call: timed_twice(call)[1]
-        )
-        for one in (_ORBAX, FLAX[0])
-    )
+        pair = f"{ours.name} ÷ {peer.name}"
+        yield from _compared(_names(pair, workload), once(ours, workload), once(peer, workload))
+    raw = functools.partial(_raw, np.ones(LARGE.nbytes, np.uint8), workdir)
+    yield from _compared(_names(f"{_MSGPACK.name} ÷ raw file", LARGE), once(_MSGPACK, LARGE), raw)
     names = [f"{name}: processor time" for name in _names(f"{_ORBAX.name} ÷ {FLAX[0].name}", SMALL)]
-    yield from _compared(names, small, flax)
+    yield from _compared(names, once(_ORBAX, SMALL, _cpu_seconds), once(FLAX[0], SMALL, _cpu_seconds))
     names = [f"{_ORBAX.name}, split ÷ whole leaves, {verb}" for verb in ("save", "restore")]
-    yield from _compared(names, split, whole)
+    yield from _compared(names, once(_ORBAX, SPLIT, _cpu_seconds), once(_ORBAX, WHOLE, _cpu_seconds))
+
+
+def _cpu_seconds(call: Callable[[], Any]) -> float:
+    return timed_twice(call)[1]
 
 
 def _of_orbax(workdir: str) -> Iterator[Figure]:
@@ -326,7 +319,7 @@ def _of_orbax(workdir: str) -> Iterator[Figure]:
                 ours = functools.partial(checkpoints.restore_checkpoint, path, target)
                 peer = functools.partial(lambda load, path: jax.block_until_ready(load(path)), load, path)
                 ours(), peer()
-                pairs = [(timed_twice(ours)[1], timed_twice(peer)[1]) for _ in range(2)]
+                pairs = [(_cpu_seconds(ours), _cpu_seconds(peer)) for _ in range(2)]
             least = [min(seconds) for seconds in zip(*pairs, strict=True)]
             yield Figure(f"ours ÷ orbax {version}, restore {what} of orbax", least[0] / least[1])
 

@@ -22,11 +22,13 @@ class Peer:
         name: for the tables.
         into: of (path, tree); saves to a path that does not exist yet.
         out_of: of (path, target); restores.
+        begin: of (path, tree); returns what waits for the save to end; None where it cannot save in the background.
     """
 
     name: str
     into: Callable[[str, Any], Any]
     out_of: Callable[[str, Any], Any]
+    begin: Callable[[str, Any], Callable[[], Any]] | None = None
 
     def save(self, directory: str, tree: Any) -> None:
         """Saves and waits until it is committed."""
@@ -35,17 +37,6 @@ class Peer:
     def restore(self, directory: str, target: Any) -> Any:
         """Restores and waits for devices."""
         return jax.block_until_ready(self.out_of(os.path.join(directory, "checkpoint"), target))
-
-
-@dataclasses.dataclass(frozen=True)
-class BackgroundPeer(Peer):
-    """A peer that can also save in the background.
-
-    Attributes:
-        begin: of (path, tree); returns what waits for the save to end.
-    """
-
-    begin: Callable[[str, Any], Callable[[], Any]]
 
 
 def _restore_pytree(path: str, target: Any) -> Any:
@@ -86,7 +77,7 @@ def _begin_v1(path: str, tree: Any) -> Callable[[], Any]:
 _async = _KeptCheckpointer()
 PYTREE = Peer("orbax PyTreeCheckpointer", lambda path, tree: ocp.PyTreeCheckpointer().save(path, tree), _restore_pytree)
 STANDARD = Peer("orbax StandardCheckpointer", _save_standard, _restore_standard)
-ASYNC = BackgroundPeer("orbax AsyncCheckpointer", _async.save, _restore_pytree, _async.begin)
+ASYNC = Peer("orbax AsyncCheckpointer", _async.save, _restore_pytree, _async.begin)
 # Earlier releases of v1 have other names for these.
 _HAS_V1 = ocp_v1 is not None and hasattr(ocp_v1, "save") and hasattr(ocp_v1, "load")
-V1 = (BackgroundPeer("orbax v1", ocp_v1.save, ocp_v1.load, _begin_v1),) if _HAS_V1 else ()
+V1 = (Peer("orbax v1", ocp_v1.save, ocp_v1.load, _begin_v1),) if _HAS_V1 else ()

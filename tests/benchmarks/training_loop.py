@@ -151,8 +151,10 @@ def _host_step(tree: Tree) -> Tree:
 
 def _beginning(system: Any) -> Callable[[str, Tree], Callable[[], Any]]:
     """Return what begins a save into a fresh folder and returns a wait for its end."""
-    if isinstance(system, peers.BackgroundPeer):
-        return lambda folder, tree: system.begin(os.path.join(folder, "checkpoint"), tree)
+    if isinstance(system, peers.Peer):
+        begin_peer = system.begin
+        assert begin_peer is not None
+        return lambda folder, tree: begin_peer(os.path.join(folder, "checkpoint"), tree)
     assert isinstance(system, Checkpoints)
     flax.config.update("flax_use_orbax_checkpointing", system.orbax)
     manager = system.module.AsyncManager()

@@ -30,7 +30,7 @@ from flax.training.train_state import TrainState
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, rules
 from flax_ckpt_compat._core.local import atomic, temporaries
-from tests.both_formats.test_corpus import assert_equal, read_case
+from tests.both_formats.test_corpus import assert_equal
 from tests.support import corpus
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
@@ -700,7 +700,7 @@ def test_conversions_restore_to_what_was_saved(
     case: corpus.Case, unpacked: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To Orbax's format, and from there to msgpack; all that old releases wrote is theirs."""
-    path, expected, _ = read_case(case, unpacked)
+    path, expected, _ = corpus.read(case, unpacked)
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
         (done,) = flax_ckpt_compat.convert(path, tmp_path / "orbax", "orbax")
         assert not [note for note in done.notes if "other files" in note]

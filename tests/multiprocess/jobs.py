@@ -149,6 +149,14 @@ def save_small(folder: str, orbax: bool, step: float, options: dict[str, Any] | 
         return checkpoints.save_checkpoint_multiprocess(folder, small(step), step, **(options or {}))
 
 
+def save_and_spoil(folder: str, step: float, manager: Any, **options: Any) -> None:
+    """Saves `small` in the background, from memory that is overwritten at once."""
+    tree = small(step)
+    checkpoints.save_checkpoint_multiprocess(folder, tree, step, async_manager=manager, **options)
+    jax.jit(lambda w: w * 0 - 1, donate_argnums=0)(tree["w"]).block_until_ready()
+    tree["v"][:] = -1
+
+
 def restore_mixed(folder: str, orbax: bool, kind: str, abstract: bool = False) -> None:
     """Restores `mixed` split in this way, and checks every bit that this process holds."""
     target = mixed(kind, orbax=orbax, blank=True)

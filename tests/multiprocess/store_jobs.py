@@ -7,13 +7,12 @@ import tempfile
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
 from tests.multiprocess import real_jobs
-from tests.multiprocess.jobs import barrier, check_shards, large, mesh, put, small, use
+from tests.multiprocess.jobs import barrier, large, mesh, put, restore_small, save_and_spoil, small, use
 
 
 def lead_to(environments: list[Mapping[str, str]]) -> None:
@@ -25,20 +24,11 @@ def save_in_background(folder: str, orbax: bool) -> list[float]:
     """Saves three steps and the last once more, each from memory that is overwritten at once; what is there then."""
     use(orbax)
     manager = checkpoints.AsyncManager()
-    spoil = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
     for step in (1, 2, 3, 3):
-        tree = small(step)
-        checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=2, overwrite=step == 3, async_manager=manager)
-        spoil(tree["w"]).block_until_ready()
-        tree["v"][:] = -1
+        save_and_spoil(folder, step, manager, keep=2, overwrite=step == 3)
     manager.wait_previous_save()
     barrier("saved")
-    steps = checkpoints.available_steps(folder)
-    for step in steps:
-        got = checkpoints.restore_checkpoint(folder, small(-1), step)
-        check_shards("w", got["w"], np.full((8, 4), step, np.float32))
-        np.testing.assert_array_equal(got["v"], np.full(3, step))
-    return list(map(float, steps))
+    return [restore_small(folder, step) for step in checkpoints.available_steps(folder)]
 
 
 def save_what_flax_can_hold(folder: str, orbax: bool) -> str:

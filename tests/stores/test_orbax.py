@@ -14,7 +14,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat.errors import ChecksumError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
-from tests.both_formats.test_corpus import assert_equal, read_case, restore
+from tests.both_formats.test_corpus import assert_equal, restore
 from tests.support import corpus
 from tests.support.gs import GsBucket
 from tests.support.orbax_trees import change_metadata, handles, load
@@ -70,7 +70,7 @@ def eras() -> list[Any]:
 @pytest.mark.parametrize("case", eras())
 def test_every_era(case: corpus.Case, unpacked: Path, bucket: Bucket) -> None:
     """What a release of Orbax wrote restores from a store to what was saved."""
-    path, expected, meta = read_case(case, unpacked)
+    path, expected, meta = corpus.read(case, unpacked)
     root = corpus.unpack(case.release, unpacked) / case.name / "ckpt"
     url = bucket.upload(root, "run") + "/" + path.relative_to(root).as_posix()
     restored = restore(case, url)  # type: ignore[arg-type]  # a URL is not a Path
@@ -84,7 +84,7 @@ def test_every_era(case: corpus.Case, unpacked: Path, bucket: Bucket) -> None:
 
 def test_what_only_empty_directories_tell(unpacked: Path, bucket: Bucket) -> None:
     """Orbax 0.4.4 without OCDBT leaves what only its empty directories tell from an unfinished save: it is refused."""
-    path, _, _ = read_case(NEVER_MERGED, unpacked)
+    path, _, _ = corpus.read(NEVER_MERGED, unpacked)
     assert restore(NEVER_MERGED, path)
     with pytest.raises(IncompleteCheckpointError, match=r"manifest\.ocdbt is missing"):
         restore(NEVER_MERGED, bucket.upload(path, "run/c"))  # type: ignore[arg-type]

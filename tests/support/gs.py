@@ -82,7 +82,6 @@ class GsProxy(Proxy):
         self.token = TOKEN
         self.may_list = True
         self._one_writes = threading.Lock()
-        self.port = port
         super().__init__(functools.partial(forward, port))
 
     def refusal(self, fault: Fault) -> tuple[str, bytes] | None:
@@ -193,36 +192,25 @@ class GsBucket(Folders):
 
 
 @contextmanager
-def server_alone(environment: dict[str, str] | None = None) -> Iterator[int]:
-    """The port of a new server without a proxy."""
+def serving() -> Iterator[GsProxy]:
+    """A new server behind a proxy."""
     port = servers.free_port()
     at = ["-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]
     command = [_binary(), "-scheme", "http", "-host", "127.0.0.1", "-backend", "memory", *at]
-    with servers.serving(command, port, stdin=subprocess.PIPE, environment=environment):
-        yield port
-
-
-@contextmanager
-def serving() -> Iterator[GsProxy]:
-    """A new server behind a proxy."""
-    with server_alone() as port:
+    with servers.serving(command, port, stdin=subprocess.PIPE):
         proxy = GsProxy(port)
         yield proxy
         proxy.close()
 
 
-def new_name(port: int) -> str:
-    """The name of a new bucket of the server at a port."""
-    name = f"b-{uuid.uuid4().hex[:12]}"
-    body = json.dumps({"name": name}).encode()
-    status, _, told = forward(port, "POST", "/storage/v1/b?project=test", {"Content-Type": "application/json"}, body)
-    assert status == 200, told
-    return name
-
-
 def new_bucket(proxy: GsProxy) -> GsBucket:
     """A bucket with a name of its own."""
-    return GsBucket(new_name(proxy.port), proxy)
+    name = f"b-{uuid.uuid4().hex[:12]}"
+    body = json.dumps({"name": name}).encode()
+    headers = {"Content-Type": "application/json"}
+    status, _, told = proxy.store("POST", "/storage/v1/b?project=test", headers, body)
+    assert status == 200, told
+    return GsBucket(name, proxy)
 
 
 def environment(proxy: GsProxy) -> dict[str, str]:

@@ -50,9 +50,9 @@ def files(names: Sequence[bytes], bases: Sequence[int] | None = None) -> bytes:
     return b"".join([*parts, *names])
 
 
-def manifest(offset: int, length: int, height: int = 0, file: bytes = b"d/x", kind: int = 0) -> bytes:
+def manifest(offset: int, length: int, height: int = 0, file: bytes = b"d/x") -> bytes:
     """Return a manifest of one version, whose root is a part of a file."""
-    settings = bytes(16) + varint(kind) + column([1024, 100_000_000]) + b"\x04" + varint(0)
+    settings = bytes(16) + varint(0) + column([1024, 100_000_000]) + b"\x04" + varint(0)
     version = varint(1) + varint(1) + bytes([height]) + column([0, offset, length]) + column([0, 0, 0]) + bytes(8)
     return envelope(MANIFEST, settings + files([file]) + version + varint(0))
 

@@ -21,14 +21,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(
-    command: Sequence[str], port: int, *, stdin: int, environment: dict[str, str] | None = None
-) -> Iterator[None]:
+def serving(command: Sequence[str], port: int, *, stdin: int) -> Iterator[None]:
     """Run a program that serves at a port; ``stdin`` as for `subprocess.Popen`."""
     # Into a file: a pipe that nobody empties would stop the server.
     with (
         tempfile.TemporaryFile() as told,
-        subprocess.Popen(command, stdin=stdin, stdout=told, stderr=told, env=environment) as process,
+        subprocess.Popen(command, stdin=stdin, stdout=told, stderr=told) as process,
     ):
         try:
             end = time.monotonic() + PATIENCE

@@ -129,10 +129,6 @@ class Team:
         self.broken = True
         os.kill(self._members[index].pid, signal.SIGKILL)
 
-    def answered(self) -> bool:
-        """Whether one of the processes has ended its job."""
-        return bool(wait([self._pipes[index] for index in self._waited_for], 0))
-
     def finish(self, timeout: float = 60) -> list[Outcome]:
         """What became of the job; processes that have not answered in time are killed.
 

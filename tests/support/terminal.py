@@ -1,4 +1,4 @@
-"""Commands in a terminal of 80 columns: what it shows, as text and as an SVG picture."""
+"""Commands in a terminal of 80 columns: what they write, and what it shows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WIDTH = 80
 _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\r\n]")
 
 
-def raw(words: Sequence[str], cwd: str, environment: Mapping[str, str], answer: str = "") -> tuple[int, str]:
-    """Run a program in a terminal; see `run`. Return the exit code, and all that it wrote."""
+def raw(words: Sequence[str], cwd: str, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program in a terminal; return the exit code, and all that it wrote."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
     variables = {**environment, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -27,8 +27,6 @@ def raw(words: Sequence[str], cwd: str, environment: Mapping[str, str], answer: 
         written = b""
         while chunk := _read(ours):
             written += chunk
-            if answer and written.endswith(b"[y/N]: "):
-                os.write(ours, f"{answer}\n".encode())
     os.close(ours)
     return process.returncode, written.decode()
 
