@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +141,6 @@ def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
     assert checkpoints.available_steps(run) == [1, 2]
     place.delete("run/checkpoint_2")
     assert checkpoints.available_steps(run) == [1]
-
-
-def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
-    """The first save says what such a store cannot promise; the next ones do not repeat it."""
-    epath_client._warned.clear()
-    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
-        for step in (1, 2):
-            checkpoints.save_checkpoint(f"{shelf.url}/run", {"w": np.ones(2)}, step, keep=5)
-    assert sum("no conditional writes" in record.message for record in caplog.records) == 1
 
 
 def test_a_file_that_goes_between_two_looks(shelf: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:

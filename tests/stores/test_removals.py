@@ -48,7 +48,7 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 2
     assert all(
-        f"Cannot remove the marker of a save that is complete at {one}/checkpoint_1, which does no harm: " in message
+        f"Cannot remove what told how far a save was at {one}/checkpoint_1, which does no harm: " in message
         and "_begun" in message
         and "check the credentials" in message
         for one, message in zip((root, other), told, strict=True)

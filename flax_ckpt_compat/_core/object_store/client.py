@@ -158,15 +158,12 @@ class Client:
         with io.BytesIO(data) if isinstance(data, bytes) else open(data, "rb") as file:
             try:
                 return self.write(url, file, version, meter)
-            except (StorageError, FileNotFoundError) as error:
+            except (ConflictError, FileNotFoundError) as error:
                 # A second try is answered so where the first one succeeded, and its answer was lost.
-                is_answer = isinstance(error, (ConflictError, FileNotFoundError)) or version is not None
-                with suppress(StorageError, FileNotFoundError):
-                    if is_answer and (found := self._version_if_written(url, file)) is not None:
+                with suppress(FileNotFoundError):  # another writer removes it
+                    if (found := self._version_if_written(url, file)) is not None:
                         return found
-                if version and isinstance(error, FileNotFoundError):  # how S3 answers to a condition
-                    raise replaced(url) from error
-                raise
+                raise replaced(url) from error
 
     def _version_if_written(self, url: str, file: BinaryIO) -> str | None:
         """Return the version of an object with this content: a try whose answer was lost has written it."""
@@ -197,7 +194,7 @@ class Client:
         return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
 
     def prepare(self, url: str) -> None:
-        """Refuse saves to a folder, or warn of them, where the store cannot do all that they need."""
+        """Refuse saves to a folder of a store that is only read."""
 
     def stale_parts(self, url: str, abort: Collection[str] = ()) -> Collection[str]:  # noqa: ARG002
         """Return the names in a folder to which dead writers sent parts that are no object yet; delete those of some.
@@ -225,7 +222,7 @@ class Client:
                 if doing == "read" and _status_of(error) == _OUT_OF_RANGE:
                     return b""  # type: ignore[return-value]
                 # Another program may have renewed the credentials in their file.
-                if is_last or not _has_expired(error):
+                if is_last or not re.search(_EXPIRED, f"{type(error).__name__}: {error}"):
                     raise self.translated(error, url, doing) from error
                 self._connected = None, None
         raise AssertionError
@@ -267,7 +264,7 @@ class OpenedObject(Source):
 
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"
 _NO_BUCKET = r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName"
-_NO_WORD, _MISSING, _OUT_OF_RANGE, _LONG_URL = 400, 404, 416, 1000
+_MISSING, _OUT_OF_RANGE, _LONG_URL = 404, 416, 1000
 _CONFLICTS = (409, 412)  # another version, or another writer at this moment
 
 
@@ -284,8 +281,3 @@ def _status_of(error: BaseException) -> int:
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
     found = str(getattr(error, "status_code", None) or getattr(error, "code", None))  # of Azure, of gcsfs
     return int(found) if found.isdigit() else 0
-
-
-def _has_expired(error: Exception) -> bool:
-    """Return whether a store says that the credentials have expired; to HEAD, S3 answers 400 without a word."""
-    return bool(re.search(_EXPIRED, f"{type(error).__name__}: {error}")) or _status_of(error) == _NO_WORD

@@ -209,8 +209,6 @@ def after_commit(url: str) -> Iterator[None]:
     """Convert StorageErrors within the context to CleanupErrors, which say that the checkpoint was saved."""
     try:
         yield
-    except (ConcurrentWriteError, CleanupError):
-        raise
     except StorageError as error:
         message = f"{url} was saved, but what it replaced could not be removed: {error}"
         raise CleanupError(f"{message}. The next save of this step removes it", path=url) from error

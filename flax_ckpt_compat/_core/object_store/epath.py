@@ -1,12 +1,10 @@
 """Reach the path classes that are registered with `etils.epath`, through the methods of ``pathlib``.
 
-Such a store can list, read, write and delete files, and no more: files are copied whole, whatever is there. Saves warn
-of that once.
+Such a store can list, read, write and delete files, and no more: files are copied whole, whatever is there.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 import shutil
@@ -19,9 +17,6 @@ from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
-
-_log = logging.getLogger("flax_ckpt_compat")
-_warned: set[str] = set()
 
 
 def is_known(scheme: str) -> bool:
@@ -84,12 +79,6 @@ class EpathClient(Client):
                     path = path.parent
                     path.rmdir()
             return True
-
-    def prepare(self, url: str) -> None:
-        if (scheme := split(url)[0]) not in _warned:
-            what = "let one process write, and nothing read what it overwrites (migration_guide/object_stores.md)"
-            _log.warning("saves to %s:// have no conditional writes: %s", scheme, what)
-        _warned.add(scheme)
 
 
 def _path(url: str) -> Any:

@@ -153,8 +153,7 @@ class Upload:
                 self._client.delete(self.url, found.version)
             ours = {*names, *uploaded, COMMIT_FILE, self.marker}
             commit.delete(self.url, {name: stat for name, stat in there.items() if name not in ours})
-        with commit.harmless(self.url, "the marker of a save that is complete"):
-            self._client.delete(f"{self.url}/{self.marker}")
+        self.delete_harmless(self.marker)
         if not new:
             commit.remove_arrays_beside(self.url)
 
@@ -176,7 +175,7 @@ class Upload:
 
         indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
         rest = [name for name in fixed if name not in indexes]
-        switches = not self._is_shared and len(indexes) == 1 and self._is_same_tree(staged, rest, indexes)
+        switches = not self._is_shared and len(indexes) == 1 and self._is_same_tree(staged, fixed)
         self._has_begun = True
         if switches:  # other writers find another commit file, and so no more what they listed
             self._put_commit_file(self._expected[COMMIT_FILE])
@@ -210,17 +209,17 @@ class Upload:
             raise ConflictError(self.url)
         return there
 
-    def _is_same_tree(self, staged: str, rest: list[str], indexes: list[str]) -> bool:
+    def _is_same_tree(self, staged: str, fixed: list[str]) -> bool:
         """Return whether nothing but indexes, checksums, times and blanks tell the new checkpoint from the old one."""
 
         def is_same(name: str) -> bool:
+            if name in (layout.CHECKSUMS, layout.STEP_METADATA) or posixpath.basename(name) == MANIFEST:
+                return True
             found = self._client.read(f"{self.url}/{name}")
             return Path(staged, name).read_bytes().rstrip() == found.rstrip()
 
-        compared = [name for name in rest if name not in (layout.CHECKSUMS, layout.STEP_METADATA)]
         with suppress(FileNotFoundError):  # another writer removes it
-            has_same_files = self._expected.keys() == {*rest, *indexes, COMMIT_FILE}
-            return has_same_files and all(in_parallel(is_same, compared, AT_ONCE))
+            return self._expected.keys() == {*fixed, COMMIT_FILE} and all(in_parallel(is_same, fixed, AT_ONCE))
         return False
 
     def _publish_file(self, staged: str, new: bool) -> None:
