@@ -21,6 +21,24 @@ from tests.support.orbax_trees import change_metadata, load, save
 MARKER = {"value_type": "None", "skip_deserialize": True}
 
 
+def _marked(leaves: Any = None, containers: Any = ()) -> dict[str, Any]:
+    """Changes of ``_METADATA``: annotations of ours."""
+    return {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": leaves or {}, "containers": containers}}}
+
+
+def _entry(*keys: tuple[Any, int], value: Any = MARKER) -> dict[str, Any]:
+    return {"key_metadata": [{"key": key, "key_type": kind} for key, kind in keys], "value_metadata": value}
+
+
+def _with_b(files: Path, **value_of_a: Any) -> None:
+    """Puts the sound array ``b`` beside ``a``, and perhaps changes what is said of ``a``."""
+    shutil.copytree(files / "a", files / "b")
+    metadata = json.loads((files / "_METADATA").read_text())["tree_metadata"]
+    metadata["('b',)"] = json.loads(json.dumps(metadata["('a',)"]).replace('"a"', '"b"'))
+    metadata["('a',)"]["value_metadata"] |= value_of_a
+    change_metadata(files, tree_metadata=metadata)
+
+
 def _zarray(path: Path, **changes: Any) -> None:
     """Changes the metadata of the array ``a`` in a checkpoint of separate files."""
     file = path / "a" / ".zarray"
@@ -79,10 +97,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", UNSUPPORTED, ids=repr)
 def test_what_is_not_supported_is_no_damage(files: Path, changes: dict[str, Any]) -> None:
     """An array of an unknown dtype, codec or filter is an error that names it, and hides nothing else."""
-    shutil.copytree(files / "a", files / "b")
-    metadata = json.loads((files / "_METADATA").read_text())["tree_metadata"]
-    metadata["('b',)"] = json.loads(json.dumps(metadata["('a',)"]).replace('"a"', '"b"'))
-    change_metadata(files, tree_metadata=metadata)
+    _with_b(files)
     _zarray(files, **changes)
     _check_only_one_is_refused(files)
 
@@ -101,6 +116,27 @@ def _check_only_one_is_refused(path: Path) -> None:
     assert {leaf.path: leaf.state for leaf in found.checkpoints[0].leaves} == {"a": "unreadable", "b": "unverified"}
 
 
+_NO_TREES = [
+    [_entry((1, 2))],
+    [_entry(("a", 7))],
+    [_entry(("a", 2), value={"value_type": []})],
+    [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("2", 1))],  # a gap
+    [_entry(("l", 2), ("01", 1))],
+    [_entry(("l", 2), ("x", 1))],
+    [_entry(("l", 2)), _entry(("l", 2), ("a", 2))],  # a leaf that is a branch
+    [_entry(("l", 2), ("a", 2)), _entry(("l", 2))],
+    [_entry(("l", 2)), _entry(("l", 2))],
+    [_entry(), _entry(("l", 2))],
+]
+_MARKS: list[dict[str, Any]] = [
+    *({"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY),
+    *({"kind": "prng key", "impl": impl} for impl in ("threefry2x32", "rbg", "nobody's")),
+    {"kind": "x"},
+    {"dtype": "O"},
+    {"dtype": "<U9"},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -108,43 +144,28 @@ def _check_only_one_is_refused(path: Path) -> None:
         {"tree_metadata": []},
         {"tree_metadata": {"x": None}},
         {"tree_metadata": {"x": {"key_metadata": 3, "value_metadata": {}}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": MARKER}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 7}], "value_metadata": MARKER}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": []}}}},
+        *({"tree_metadata": {str(at): one for at, one in enumerate(entries)}} for entries in _NO_TREES),
         {"custom_metadata": {"flax_ckpt_compat": None}},
         {"custom_metadata": {"flax_ckpt_compat": {"format": 1}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "x"}}, "containers": []}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "O"}}, "containers": []}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "<U9"}}, "containers": []}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[[[]], "tuple", []]]}}},
+        _marked(containers=[[[[]], "tuple", []]]),
+        # No mark turns the 4000 stored float64 into a scalar, a text, a key, or what is no dtype of an array.
+        *(_marked({"a": mark}) for mark in _MARKS),
     ],
     ids=lambda changes: str(changes)[:60],
 )
 def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: dict[str, Any]) -> None:
     """Wrong types anywhere in `_METADATA` are told, with the file or the leaf."""
     change_metadata(files, **changes)
-    with pytest.raises(CorruptCheckpointError, match=r"_METADATA|'a'|<root>"):
+    with pytest.raises(CorruptCheckpointError, match="_METADATA" if "tree_metadata" in changes else r"_METADATA|'a'"):
         load(files)
 
 
 def test_tree_metadata_of_endless_depth_is_an_error(files: Path) -> None:
     """The interpreter's limit is told, not met."""
-    entry = {"key_metadata": [{"key": "a", "key_type": 2}] * 5000, "value_metadata": MARKER}
-    change_metadata(files, tree_metadata={"x": entry})
+    change_metadata(files, tree_metadata={"x": _entry(*[("a", 2)] * 5000)})
     with pytest.raises(DepthError, match="nested too deeply") as caught:
         load(files)
     assert str(files) in str(caught.value)
-
-
-_KEYS = [{"kind": "prng key", "impl": impl} for impl in ("threefry2x32", "rbg", "nobody's")]
-
-
-@pytest.mark.parametrize("mark", [*({"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY), *_KEYS])
-def test_annotations_that_contradict_the_array_are_an_error(files: Path, mark: dict[str, Any]) -> None:
-    """No mark turns the 4000 stored float64 into a scalar, a text or a key."""
-    change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": mark}, "containers": []}})
-    with pytest.raises(CorruptCheckpointError, match=r"'a'|_METADATA"):
-        load(files)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +179,8 @@ def test_annotations_that_contradict_the_array_are_an_error(files: Path, mark: d
 )
 def test_keys_of_another_shape_are_an_error(impl: str, data: Any, tmp_path: Path) -> None:
     """What jax would refuse in words of its own is damage of the checkpoint that names the leaf."""
-    mark = {"format": 1, "leaves": {"a": {"kind": "prng key", "impl": impl}}, "containers": []}
     path = Path(save(tmp_path / "c", {"a": data}))
-    change_metadata(path, custom_metadata={"flax_ckpt_compat": mark})
+    change_metadata(path, **_marked({"a": {"kind": "prng key", "impl": impl}}))
     with pytest.raises(CorruptCheckpointError, match=f"'a'.*PRNG key of '{impl}'"):
         restore(path)
 
@@ -169,8 +189,7 @@ def test_keys_of_another_shape_are_an_error(impl: str, data: Any, tmp_path: Path
 def test_keys_that_are_no_ints_are_an_error(keys: Any, tmp_path: Path) -> None:
     """Names that were ints are marked so, and are written as Python writes them: two never become one."""
     path = Path(save(tmp_path / "c", {"x": {"b": 1.0, "1": 2.0, "01": 3.0, "1_0": 4.0}}))
-    mark = {"format": 1, "leaves": {}, "containers": [[["x"], "dict", keys]]}
-    change_metadata(path, custom_metadata={"flax_ckpt_compat": mark})
+    change_metadata(path, **_marked(containers=[[["x"], "dict", keys]]))
     with pytest.raises(CorruptCheckpointError, match="type annotations"):
         restore(path)
 
@@ -178,9 +197,7 @@ def test_keys_that_are_no_ints_are_an_error(keys: Any, tmp_path: Path) -> None:
 def test_a_text_that_is_no_utf8_is_an_error(tmp_path: Path) -> None:
     """A text kept as bytes is checked like any other."""
     path = Path(save(tmp_path / "c", {"a": b"\xff"}))
-    change_metadata(
-        path, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "str"}}, "containers": []}}
-    )
+    change_metadata(path, **_marked({"a": {"kind": "str"}}))
     with pytest.raises(CorruptCheckpointError, match=r"'a'.*UTF-8"):
         load(path)
 
@@ -189,33 +206,6 @@ def test_annotations_of_a_newer_release_are_not_guessed_at(files: Path) -> None:
     """The error says which format this release reads."""
     change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 2}})
     with pytest.raises(UnrecognizedFormatError, match="format 1"):
-        load(files)
-
-
-def _entry(*keys: tuple[str, int]) -> dict[str, Any]:
-    return {
-        "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
-        "value_metadata": MARKER,
-    }
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("2", 1))],
-        [_entry(("l", 2), ("01", 1))],
-        [_entry(("l", 2), ("x", 1))],
-        [_entry(("l", 2)), _entry(("l", 2), ("a", 2))],
-        [_entry(("l", 2), ("a", 2)), _entry(("l", 2))],
-        [_entry(("l", 2)), _entry(("l", 2))],
-        [_entry(), _entry(("l", 2))],
-    ],
-    ids=["gap", "zero", "name", "leaf-branch", "branch-leaf", "twice", "root"],
-)
-def test_entries_that_form_no_tree_are_an_error(files: Path, entries: list[Any]) -> None:
-    """Gaps in sequences, leaves that are branches, and the like."""
-    change_metadata(files, tree_metadata={str(number): entry for number, entry in enumerate(entries)})
-    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
         load(files)
 
 
@@ -240,11 +230,7 @@ def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
 @pytest.mark.parametrize("skipped", [True, False])
 def test_unknown_types_are_not_guessed_at(files: Path, value_type: str, skipped: bool) -> None:
     """Real Orbax refuses a type that it has no handler for, though an array of that name lies there; so do we."""
-    shutil.copytree(files / "a", files / "b")
-    metadata = json.loads((files / "_METADATA").read_text())["tree_metadata"]
-    metadata["('b',)"] = json.loads(json.dumps(metadata["('a',)"]).replace('"a"', '"b"'))
-    metadata["('a',)"]["value_metadata"] = {"value_type": value_type, "skip_deserialize": skipped}
-    change_metadata(files, tree_metadata=metadata)
+    _with_b(files, value_type=value_type, skip_deserialize=skipped)
     with pytest.raises(UnrecognizedFormatError, match=rf"'a' cannot .* of the type {value_type!r}") as caught:
         load(files)
     assert caught.value.leaf == "a"
