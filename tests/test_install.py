@@ -16,7 +16,6 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from tests.support import interpreters
 
-ROOT = Path(__file__).parents[1]
 NAMES = (
     "AsyncManager",
     "available_steps",

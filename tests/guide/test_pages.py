@@ -161,14 +161,7 @@ def scan() -> None:
     )
 
 
-SCENES = {
-    "show": show,
-    "verify": verify,
-    "diff": diff,
-    "plan": plan,
-    "convert": convert,
-    "scan": scan,
-}
+SCENES = {scene.__name__: scene for scene in (show, verify, diff, plan, convert, scan)}
 
 
 def sessions() -> list[Any]:

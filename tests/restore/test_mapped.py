@@ -27,7 +27,6 @@ from flax_ckpt_compat.transforms import Transform
 from tests.support.path_kinds import digest
 from tests.support.saves import use_flag
 
-ROOT = Path(__file__).resolve().parents[2]
 DTYPES = st.sampled_from(
     [np.int8, bool, np.float32, ">i4", np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
 )

@@ -26,7 +26,6 @@ from tests.support.samples import assert_apart
 from tests.support.saves import run_python, save_items
 from tests.support.stored import count
 
-GDA = Path(__file__).parents[1] / "data" / "gda"
 LAYERS = {f"layer_{n}": {"kernel": np.full((2, 3), n, np.float32), "bias": np.arange(3.0) + n} for n in range(4)}
 STACKED = {
     "kernel": np.stack([layer["kernel"] for layer in LAYERS.values()]),

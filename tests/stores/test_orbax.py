@@ -21,13 +21,6 @@ from tests.support.orbax_trees import change_metadata, handles, load
 from tests.support.orbax_trees import save as save_locally
 from tests.support.s3 import Bucket
 
-TREE = {
-    "params": {"kernel": np.arange(60_000.0).reshape(300, 200), "bias": np.linspace(0, 1, 2000, dtype=np.float32)},
-    "step": 7,
-    "name": "héllo",
-    "none": None,
-    "list": [np.arange(3), {"deep": np.float16([1.5, -0.0])}],
-}
 NEVER_MERGED = corpus.Case("flax-0.7.5_orbax-0.4.4", "orbax_pytree_no_ocdbt/plain")
 NESTED = "flax-0.7.4_orbax-0.4.1"
 MANY_FILES = tuple(f"no_ocdbt/{name}" for name in ("aggregate", "flax_save_args", "full", "zarr3"))
