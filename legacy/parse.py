@@ -210,7 +210,7 @@ class _Tree:
             raise ValueError(f"key paths far longer than the file, for {len(values)} values in {show_path(path):.100}")
         found = values if type(values) is list else values.values()
         if found and _NUMBERS.issuperset(map(type, found)) and container is not Container.TUPLE and not int_keys:
-            return Numbers.of(container, values, functools.partial(self._leaves, path, values))
+            return Numbers(container, values, functools.partial(self._leaves, path, values))
         if type(values) is list:
             values = dict(zip(map(str, range(len(values))), values, strict=True))
         branch = Branch(values, container, int_keys)

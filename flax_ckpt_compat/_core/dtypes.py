@@ -14,7 +14,6 @@ _ML_DTYPES = {
     for name in dir(ml_dtypes)
     if isinstance(scalar := getattr(ml_dtypes, name), type) and issubclass(scalar, np.generic)
 }
-_finfo: Any = ml_dtypes.finfo  # which has no types
 # ``np.dtype.name`` of text and bytes arrays, which ``np.dtype`` does not parse.
 _SIZED = re.compile(r"(str|bytes)(\d+)")
 # ``np.dtype.name`` of everything else that an array checkpoint may hold, or a typestr with its byte order.
@@ -50,13 +49,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 @functools.cache
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is of real floats, numpy's or ml_dtypes', whose kind is not specific."""
-    if dtype.kind != "V":
-        return dtype.kind == "f"
-    try:
-        _finfo(dtype)
-    except ValueError:  # an integer of ml_dtypes
-        return False
-    return True
+    return dtype.kind == "f" or (dtype.kind == "V" and dtype.name in _ML_DTYPES and "int" not in dtype.name)
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:

@@ -182,18 +182,16 @@ def _are_akin(ours: list[str], theirs: list[str]) -> bool:
     return False
 
 
-class _Printable(logging.Filter):
-    """Escape the records of the library's logger, whatever handlers they go to."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        try:
-            text = record.getMessage()
-        except Exception:  # noqa: BLE001  (logging itself reports a record that cannot be formatted)
-            return True
-        shown = printable(text)
-        if shown != text:
-            record.msg, record.args = shown, ()
+def _escape(record: logging.LogRecord) -> bool:
+    """Escape a record of the library's logger, whatever handlers it goes to."""
+    try:
+        text = record.getMessage()
+    except Exception:  # noqa: BLE001  (logging itself reports a record that cannot be formatted)
         return True
+    shown = printable(text)
+    if shown != text:
+        record.msg, record.args = shown, ()
+    return True
 
 
-logging.getLogger("flax_ckpt_compat").addFilter(_Printable())
+logging.getLogger("flax_ckpt_compat").addFilter(_escape)

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
@@ -102,7 +102,7 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """Threads for tasks; a task that none of them has begun runs on the thread that wants its result.
 
     A ``with`` block waits at its end for the tasks that run, and drops those that nobody has begun."""
@@ -135,9 +135,6 @@ class Pool:
         self._tasks.clear()
         for worker in self._workers if wait else ():
             worker.result()
-
-    def __enter__(self) -> Pool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.cancel(wait=True)

@@ -55,16 +55,11 @@ class Numbers(Branch):
     """A branch of numbers, or None, alone: ``values`` is a dict or list, of which leaves are made when asked for."""
 
     __slots__ = ("_make", "values")
-    values: Any
-    _make: Callable[[], dict[str, Node]]
 
-    @classmethod
-    def of(cls, container: Container, values: Any, make: Callable[[], dict[str, Node]]) -> Numbers:
-        """Return a branch whose children are made by a function; from then on its ``values`` are None."""
-        branch = cls.__new__(cls)
-        branch.container, branch.int_keys, branch.type_name = container, frozenset(), ""
-        branch.values, branch._make = values, make
-        return branch
+    def __init__(self, container: Container, values: Any, make: Callable[[], dict[str, Node]]):
+        """Let a function make the children when they are asked for; from then on ``values`` is None."""
+        self.container, self.int_keys, self.type_name = container, frozenset(), ""
+        self.values, self._make = values, make
 
     def __getattr__(self, name: str) -> Any:
         if name != "children":
