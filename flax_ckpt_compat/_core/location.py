@@ -22,7 +22,6 @@ def location_of(path: object, what: str = "path") -> Location:
 
 def of_text(path: str) -> Location:
     """Return the location of a path's text; see `location_of`."""
-    _refuse_mangled(path)
     if is_url(path):
         from flax_ckpt_compat._core.object_store.storage import ObjectLocation  # here, because few programs need it
 
@@ -57,7 +56,6 @@ def is_url(path: str) -> bool:
 
 def normal(path: str) -> str:
     """Normalize the text of a path; relative paths stay relative and ``file://`` is kept."""
-    _refuse_mangled(path)
     if is_url(path):
         return of_text(path).path
     plain = local(path)
@@ -66,6 +64,9 @@ def normal(path: str) -> str:
 
 def local(path: str) -> str:
     """Return the local path of a ``file://`` URL, of this machine alone; return any other path unchanged."""
+    if _MANGLED.match(path):
+        message = f"{path}: pathlib made this of a URL; pass the URL as text, or as an etils.epath.Path"
+        raise StorageError(message, path=path)
     if not (match := _FILE_URL.match(path)):
         return path
     plain = path[match.end() :]
@@ -73,9 +74,3 @@ def local(path: str) -> str:
         message = f"{path}: the path in a file URL must start with a slash, as in file:///home/me; pass that, or a path"
         raise StorageError(message, path=path)
     return plain
-
-
-def _refuse_mangled(path: str) -> None:
-    if _MANGLED.match(path):
-        message = f"{path}: pathlib made this of a URL; pass the URL as text, or as an etils.epath.Path"
-        raise StorageError(message, path=path)

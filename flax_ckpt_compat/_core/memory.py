@@ -47,23 +47,16 @@ def pause_gc(*, enabled: bool = True) -> Iterator[None]:
 os.register_at_fork(after_in_child=lambda: gc.enable() if _pause["on"] else None)
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return an uninitialised, writable, C-order array on a 64-byte boundary."""
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = ALIGNMENT) -> np.ndarray[Any, Any]:
+    """Return an uninitialised, writable, C-order array that begins at a multiple of ``alignment`` bytes."""
     size = math.prod(shape) * dtype.itemsize
     try:
-        raw = np.empty(size + ALIGNMENT, np.uint8)
+        raw = np.empty(size + alignment, np.uint8)
     except MemoryError as error:
         message = f"there is no memory for {dtype.name}{list(shape)} ({format_size(size)}); {_REMEDY}"
         raise OutOfMemoryError(message) from error
-    start = -raw.ctypes.data % ALIGNMENT
+    start = -raw.ctypes.data % alignment
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def empty_pages(nbytes: int) -> np.ndarray[Any, Any]:
-    """Return uninitialised bytes that begin with a page."""
-    raw = empty((nbytes + PAGE,), _BYTE)
-    start = -address_of(raw) % PAGE
-    return raw[start : start + nbytes]
 
 
 def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:

@@ -87,14 +87,9 @@ def is_text(name: str, prefix: str, *, of_longer_prefix: bool = False) -> bool:
 
 
 def split_step(name: str) -> tuple[str, str] | None:
-    """Split a name into a prefix and an unsigned step: the dash of ``ckpt-3`` belongs to the prefix; or None."""
+    """Split a name that ends in a step into its prefix, with the dash of ``ckpt-3``, and unsigned step; or None."""
     match = _SPLIT.fullmatch(name)
     return (match[1], match[2]) if match else None
-
-
-def ends_in_step(name: str) -> bool:
-    """Return whether a name may be a prefix and a step."""
-    return split_step(name) is not None
 
 
 def is_foreign(name: str) -> bool:

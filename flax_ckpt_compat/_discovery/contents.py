@@ -95,7 +95,7 @@ class Contents:
     @property
     def is_certain(self) -> bool:
         """Return whether it is one whole checkpoint of Flax or Orbax; items may be checkpoints of their own."""
-        is_one = self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
+        is_one = self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.split_step, self.items))
         return self.counts_for_keep and is_one
 
     def may_be_removed(self, *, with_items: bool = False) -> bool:
@@ -329,7 +329,7 @@ def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
     if inside:
         return orbax_directory.is_checkpoint_itself(path.name, inside, is_marked=False) and _has_sign(path, inside)
     with suppress(errors.MissingPathError):  # removed meanwhile
-        return steps.ends_in_step(path.name) and path.isfile() and foreign.may_be_msgpack_tree(path)
+        return steps.split_step(path.name) is not None and path.isfile() and foreign.may_be_msgpack_tree(path)
     return False
 
 

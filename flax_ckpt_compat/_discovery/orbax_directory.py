@@ -280,7 +280,7 @@ def json_file(path: Location, names: set[str], handler: str = "") -> Location | 
 def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
     """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints."""
     # Since Orbax 0.5.11 checkpoints have a metadata file, and items have none. Before, names that end in a step decide.
-    return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
+    return layout.STEP_METADATA in inside or (not is_marked and steps.split_step(name) is not None)
 
 
 def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
@@ -310,7 +310,7 @@ def _items_among(
     # In a marked step, beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer
     # of its own wrote. And in the step of a manager before 0.5.11, which is named by its number, net_1 is an item.
     is_step = steps.parse_step(path.name.removeprefix("checkpoint_")) is not None
-    named = {name for name in whole if not steps.ends_in_step(name)}
+    named = {name for name in whole if not steps.split_step(name)}
     has_json = any(item.format is None for item in items.values())
     if is_marked or (named and (has_json or (is_step and len(named) == len(whole)))):
         return named

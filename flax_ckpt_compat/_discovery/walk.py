@@ -83,7 +83,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
 
 def _is_checkpoint(path: Location) -> bool:
     found = contents_of(path)
-    if found.layout is Layout.ARRAYS and not steps.ends_in_step(path.name):
+    if found.layout is Layout.ARRAYS and not steps.split_step(path.name):
         return False  # rather a data set
     return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
 

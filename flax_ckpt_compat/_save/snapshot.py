@@ -247,8 +247,8 @@ class Copies:
         return copy
 
     def _next_block(self, nbytes: int) -> _Array:
-        found = next((number for number, block in enumerate(self._free) if block.nbytes >= nbytes), None)
-        block = memory.empty_pages(max(_BLOCK_BYTES, nbytes)) if found is None else self._free.pop(found)
+        at = next((number for number, block in enumerate(self._free) if block.nbytes >= nbytes), None)
+        block = memory.empty((max(_BLOCK_BYTES, nbytes),), _BYTE, memory.PAGE) if at is None else self._free.pop(at)
         lent: _Array = np.frombuffer(block.data, _BYTE)  # the base of views of it, and of views of these
         self._used.append((block, weakref.ref(lent)))
         return lent

@@ -121,14 +121,14 @@ def _checked(location: Location) -> Location:
         raise CheckpointNotFoundError(f"{location} does not exist", path=location.path)
     why = f"is no checkpoint of Flax or Orbax{f' ({found.why})' if found.why else ''}: delete it by other means"
     parent = contents.contents_of(folder)
-    is_item = location.name in parent.items and (parent.is_marked or steps.ends_in_step(folder.name))
+    is_item = location.name in parent.items and (parent.is_marked or steps.split_step(folder.name))
     if is_item or location.name.endswith(steps.ARRAYS_POSTFIX):
         why = "is a part of a checkpoint: pass that"
     elif location.isdir() and any(one.path != location.path for one in walk.checkpoints_below(location)):
         why = "is a directory of checkpoints: pass those to remove, or --step"
     elif found.state is State.TEMPORARY:
         why = "is what an interrupted save left: flax-ckpt clean removes it"
-    elif found.is_certain or (found.state is State.INCOMPLETE and steps.ends_in_step(location.name)):
+    elif found.is_certain or (found.state is State.INCOMPLETE and steps.split_step(location.name)):
         return location
     raise UnrecognizedFormatError(f"{location} {why}", path=location.path)
 

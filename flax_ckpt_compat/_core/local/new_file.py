@@ -86,7 +86,7 @@ class _FileOfPages(NewFile):
     def __init__(self, path: str, descriptor: int) -> None:
         super().__init__(path, descriptor)
         self._is_direct = True
-        self._buffer = memory.empty_pages(_BUFFER)
+        self._buffer = memory.empty((_BUFFER,), np.dtype(np.uint8), memory.PAGE)
         self._filled = 0
 
     def write(self, pieces: list[memoryview]) -> None:
