@@ -10,10 +10,9 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, storage_error_of
 
-_DENIED = (errno.EACCES, errno.EPERM)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
-    **dict.fromkeys(_DENIED, "check the permissions of {folder}, and of what is in it"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions of {folder}, and of what is in it"),
     **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many files are open; close some, or raise ulimit -n"),
@@ -35,11 +34,6 @@ class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up ente
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, self._kinds) and not isinstance(error, CheckpointError) and not is_of_handler(error):
             raise storage_error(self._path, error, self._doing) from error
-
-
-def is_denied(error: StorageError) -> bool:
-    """Return whether the system refused access, which tells nothing about what is beside the path."""
-    return error.errno in _DENIED
 
 
 def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:

@@ -19,7 +19,6 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location, is_url
-from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import FINISHED, ITEMS_MARKERS, MARKERS, Item, ItemKind, holds_files
 
@@ -210,7 +209,7 @@ def _look_once(path: Location, lists_denied: bool) -> Contents:
         if _is_absent(error):  # a link to nothing was a checkpoint once
             dangling = presence.dangling_link(path.path)
             return Contents(path, State.INCOMPLETE if dangling else State.ABSENT, dangling or "it does not exist")
-        if lists_denied and is_denied(error):
+        if lists_denied and isinstance(error, errors.PermissionDeniedError):
             return Contents(path, State.DENIED, DENIED)
         raise
     if (whose := temporary_of(path.name)) is None:

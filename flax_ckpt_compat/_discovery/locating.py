@@ -16,7 +16,6 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found, saved_steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout, State
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -76,10 +75,10 @@ def _is_checkpoint(root: Location) -> bool:
         begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
         if found.state is State.INCOMPLETE and not found.is_marked:
             return any(name.startswith(begun) for name in root.listdir())
-    except errors.StorageError as error:
+    except errors.PermissionDeniedError as error:  # which tells nothing about what is beside the path
         folder, name = os.path.split(error.path or root.path)
         is_step = STEP_DIRECTORY.fullmatch(root.name) and name != _RECOVERED
-        if not is_denied(error) or folder != root.path or name in _MAY_BE_PARTS or is_step:
+        if folder != root.path or name in _MAY_BE_PARTS or is_step:
             raise
         return False
     return found.state is State.INCOMPLETE
@@ -94,7 +93,7 @@ def _exists(path: Location) -> bool:
     except ValueError:  # a NUL in the path
         return False
     except errors.StorageError as error:
-        if is_denied(error) or error.errno in CANNOT_BE_THERE:
+        if isinstance(error, errors.PermissionDeniedError) or error.errno in CANNOT_BE_THERE:
             return False
         raise
     path.parent.restore_set_aside(names)

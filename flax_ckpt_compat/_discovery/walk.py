@@ -6,9 +6,8 @@ import functools
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import MissingPathError, StorageError
+from flax_ckpt_compat._core.errors import MissingPathError, PermissionDeniedError, StorageError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
 from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
 from flax_ckpt_compat._discovery.orbax_directory import MARKERS, names_in
@@ -70,9 +69,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                     (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
                 except MissingPathError:
                     continue  # another program removed it meanwhile
-                except StorageError as error:
-                    if not is_denied(error):
-                        raise
+                except PermissionDeniedError as error:
                     if error.path in (None, path.path):
                         denied.append(error)
                     else:  # something in it
