@@ -20,7 +20,7 @@ from jax import monitoring
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.object_store import upload as uploads
+from flax_ckpt_compat._core.object_store import folder_upload as uploads
 from flax_ckpt_compat._core.progress import nbytes_of
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.text_formatting import one_line

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, M
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location, location_of
-from flax_ckpt_compat._core.object_store import upload as uploads
+from flax_ckpt_compat._core.object_store import folder_upload as uploads
 from flax_ckpt_compat._core.storage import Listing, Stat
 from tests.support.peers import version
 from tests.support.store_places import Place

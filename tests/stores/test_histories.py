@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat._core.object_store import commit, storage, upload
+from flax_ckpt_compat._core.object_store import commit, folder_upload, storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST
 from flax_ckpt_compat._core.progress import Meter
@@ -303,8 +303,8 @@ def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
 
 def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
     """Run histories on stores of both kinds."""
-    patch.setattr(upload, "_PAUSE", 0.0)
-    for module in (commit, storage, upload):
+    patch.setattr(folder_upload, "_PAUSE", 0.0)
+    for module in (commit, folder_upload, storage):
         patch.setattr(module, "in_parallel", serially)
     for seed in seeds:
         store = Memory(needs_commit_file=seed % 2 == 0, by_content=seed // 2 % 2 == 1)

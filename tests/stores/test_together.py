@@ -15,7 +15,7 @@ from flax_ckpt_compat import verify
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.object_store import upload as uploads
+from flax_ckpt_compat._core.object_store import folder_upload as uploads
 from flax_ckpt_compat.errors import ConcurrentWriteError
 from tests.multiprocess import jobs, real_jobs, store_jobs
 from tests.support import s3

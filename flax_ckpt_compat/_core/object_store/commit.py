@@ -1,7 +1,7 @@
 """Publish and remove msgpack files of stores, which appear whole or not at all, and remove folders.
 
 A folder is removed by a marker, which ends the saves of others, then its commit file goes, then the rest. Markers go
-last: a folder with a marker and no commit file is unfinished. `upload` saves folders.
+last: a folder with a marker and no commit file is unfinished. `folder_upload` saves folders.
 
 An object and a folder may share a name for a moment: the folder counts once it has a commit file.
 """

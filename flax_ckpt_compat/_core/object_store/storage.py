@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.commit import client_for, is_unfinished
-from flax_ckpt_compat._core.object_store.upload import Upload
+from flax_ckpt_compat._core.object_store.folder_upload import Upload
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
