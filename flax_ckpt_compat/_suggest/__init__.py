@@ -1,25 +1,36 @@
-"""Propose rules when a checkpoint lacks leaves of a target, from names, shapes, dtypes and structure alone."""
+"""Propose rules when a checkpoint lacks leaves of a target, from names, shapes, dtypes and structure alone.
+
+What speaks against a proposal is told by what its rules do: values left unused, layers that may be others, restarts."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._core.text_formatting import one_line, printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, map_leaves, show_path
-from flax_ckpt_compat._suggest import proposals
-from flax_ckpt_compat._suggest.confidence import judged
+from flax_ckpt_compat._suggest import leaf_features, proposals
 from flax_ckpt_compat._suggest.layouts import ProposedRule
-from flax_ckpt_compat._suggest.names import natural
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, leaves_at, look
+from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural, told_apart, unnumbered
 from flax_ckpt_compat._suggest.pairing import Pairing
-from flax_ckpt_compat._trees.leaf_sources import Derived
+from flax_ckpt_compat._trees.leaf_sources import Derived, handles_of
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["ProposedRule", "Suggestion", "suggest"]
 _MAX_STARTS = 4
 _MANY = 5000  # missing leaves, above which one way less is tried
+_COUNTS = frozenset(("count", "gradient_step", "step"))
+_MAX_UNUSED = 3
+_DEPTH = 3  # of the levels in which a collection is looked for
+_Pair = tuple[Path, Path]  # stored, of the target
+# Renamed layers, or single leaves, with the names and looks of their leaves; the name of a single leaf is empty.
+_Layers = dict[_Pair, set[tuple[str, Look]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +122,7 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
             break
         state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
-        steps, against = judged(stored, target, state.tree, state.steps, remaining)
+        steps, against = _judged(stored, target, state.tree, state.steps, remaining)
         sentences = tuple(printable(doubt, one_line=True) for doubt in against)
         proposal = Suggestion(steps, tuple(map(show_path, remaining)), sentences)
         if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
@@ -132,3 +143,170 @@ def _in_order(node: Branch) -> Branch:
     names = natural(node.children)
     children = {name: _in_order(one) if isinstance(one := node.children[name], Branch) else one for name in names}
     return dataclasses.replace(node, children=children)
+
+
+class _Outcome:
+    """Effects of rules on a checkpoint: leaves that they use, move, keep initial or leave unused."""
+
+    def __init__(self, stored: Node, target: Node, tree: Node):
+        self.from_t5x = leaf_features.is_t5x(stored)
+        self.had, self.has = Roles(stored), Roles(target)
+        self.looks = {path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle)}
+        self.unused = dict(self.looks)
+        self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
+        self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
+        self.restored: list[Path] = []
+        goal = leaf_features.flatten(target)
+        for path, leaf in leaves_at(tree):
+            seen, wanted = look(leaf), goal.get(path, EMPTY)
+            if wanted != EMPTY and seen == KEPT:
+                self.kept[path] = wanted
+            elif wanted != EMPTY and fits(seen, wanted):
+                self._add(path, handles_of(leaf))
+        # Stored path → target path of what went elsewhere as a whole, or to one row: rules that divide or copy say so.
+        whole = {old: news[0] for old, news in self.news.items() if len(set(map(unnumbered, news))) == 1}
+        self.moved = {old: new for old, new in whole.items() if old != new}
+
+    def _add(self, path: Path, sources: Sequence[LeafHandle]) -> None:
+        for source in sources:
+            self.unused.pop(source.path, None)
+        if sources:
+            self.restored.append(path)
+        if len({unnumbered(source.path) for source in sources}) == 1:  # one, or the row of a stack
+            pairs = zip(sources[0].path, sources[-1].path, strict=True)
+            row = tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)
+            self.looks.setdefault(row, look(sources[0]))
+            self.news.setdefault(row, []).append(path)
+
+
+def _judged(
+    stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]
+) -> tuple[tuple[ProposedRule, ...], list[str]]:
+    """Return the steps that produced ``tree``, and doubts; steps that keep values say what is unused instead."""
+    if lacking:
+        return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
+    outcome = _Outcome(stored, target, tree)
+    layers, optimizers = _layers(outcome)
+    renamed = (_names(layers), _exchanged(layers), _exchanged(optimizers))
+    judges = (*renamed, _unused(outcome), _optimizers(outcome), _begun(outcome))
+    own = dict.fromkeys(step.doubt for step in steps if step.doubt)
+    # One doubt of each kind says enough.
+    against = [*own, *itertools.chain.from_iterable(itertools.islice(judge, 1) for judge in judges)]
+    return tuple(_with_unused(step, outcome) if step.keeps else step for step in steps), against
+
+
+def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:
+    """Return a step that keeps the target's values, with the unused stored values in its reason, likely ones first."""
+    kept = [path for path in outcome.kept if any(path[: len(top)] == top for top in step.keeps)]
+    is_optimizer = any(map(outcome.has.is_optimizer, kept))
+    looks, ends = {outcome.kept[path] for path in kept}, {path[-1] for path in kept}
+    idle = [path for path in outcome.unused if outcome.had.is_optimizer(path) == is_optimizer]
+    idle.sort(key=lambda path: (outcome.unused[path] not in looks, path[-1] not in ends))
+    if not idle:
+        return step
+    shown = one_line(map(show_path, idle[:_MAX_UNUSED]))
+    more = f" and {len(idle) - _MAX_UNUSED} more" if len(idle) > _MAX_UNUSED else ""
+    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {shown}{more}")
+
+
+def _unused(outcome: _Outcome) -> Iterator[str]:
+    """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a moved leaf may stand for."""
+    places: dict[Any, Path] = {}
+    for path, (shape, kind) in outcome.kept.items():
+        if not outcome.has.is_optimizer(path):
+            places.setdefault((math.prod(shape), kind), path)
+    for old, news in outcome.news.items():
+        if news != [old]:
+            places.setdefault((_partners(outcome.had, old), outcome.looks[old]), news[0])
+    for path, seen in outcome.unused.items():
+        place = places.get((_partners(outcome.had, path), seen))
+        if not outcome.had.is_optimizer(path):
+            place = places.get((math.prod(seen[0]), seen[1])) or place
+        if seen[0] and place is not None:
+            yield f"{show_path(path)} is not used, and is as large as {show_path(place)}"
+
+
+def _partners(roles: Roles, path: Path) -> Any:
+    """Return what leaves that may stand for each other share: the last name; of moments the field and the row."""
+    spot = roles.spot(path)
+    return (spot.field, unnumbered(spot.suffix)) if roles.is_optimizer(path) else bare(path)[-1]
+
+
+def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
+    """Return the layers and single leaves with other names, and the optimizers, in the order of their old names.
+
+    Layers that linen numbers are among them where they keep their names, because another one may have got a name."""
+    found: tuple[_Layers, _Layers] = {}, {}
+    counted = {old: old for old in outcome.news if len(old) > 1 and BY_FLAX.fullmatch(bare(old)[-2:][0])}
+    moved = counted | outcome.moved if outcome.moved else {}
+    places = {name: place for place, name in enumerate(natural(map(joined, moved)))}
+    for old, new in sorted(moved.items(), key=lambda pair: places[joined(pair[0])]):
+        ends = (outcome.had.root_of(old), outcome.has.root_of(new))
+        is_optimizer, name = all(ends), joined(outcome.had.spot(old).suffix)
+        if not is_optimizer:
+            ours, theirs = _named(bare(old), from_t5x=outcome.from_t5x), _named(bare(new))
+            is_leaf = ours[-1] != theirs[-1]
+            ends = (ours, theirs) if is_leaf else (ours[:-1], theirs[:-1])
+            name = "" if is_leaf else ours[-1]
+        if ends[0] != ends[1] or not is_optimizer:
+            found[is_optimizer].setdefault(ends, set()).add((name, outcome.looks[old]))
+    return found
+
+
+def _named(path: Path, *, from_t5x: bool = False) -> Path:
+    """Return a key path without linen's collection, and with a level for each part of a name that holds a key path."""
+    parts = tuple("/".join(path).replace("/~/", "/").replace(".", "/").split("/"))
+    # Where flax.optim had the parameters, and where T5X has them.
+    if parts[:2] == ("optimizer", "target") or (from_t5x and parts[0] == "target"):
+        parts = parts[parts.index("target") + 1 :] or parts[-1:]
+    tops = [place for place, name in enumerate(parts[:-1][:_DEPTH]) if name in ("params", "batch_stats")]
+    return parts[: tops[0]] + parts[tops[0] + 1 :] if tops else parts
+
+
+def _names(layers: _Layers) -> Iterator[str]:
+    """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
+    for (old, new), leaves in layers.items():
+        if not may_be_one(*core(old, new), leaf=any(name == "" for name, _ in leaves)):
+            yield f"{show_path(new)} would come from {show_path(old)}, a name that says something else"
+    turned = [pair for pair in layers if all(pair) and leaf_features.is_torch_name(pair[0][-1], pair[1][-1])]
+    shapes = [shape for pair in turned for _, (shape, _) in layers[pair] if len(shape) > 1]
+    # In one model all lie alike, and those whose sides differ tell how.
+    if shapes and all(leaf_features.turned(shape, shape) for shape in shapes):
+        yield f"{show_path(turned[0][0])} may be transposed, as torch's weights are, which its shape does not tell"
+
+
+def _exchanged(layers: _Layers) -> Iterator[str]:
+    """Yield a doubt for two layers that neither their leaves nor their names tell apart, or that change their order."""
+    groups: dict[Any, dict[_Pair, _Pair]] = {}
+    for pair, leaves in layers.items():
+        # One of each change: layers inside of one that is renamed go with it.
+        for key in (frozenset(leaves), (unnumbered(pair[0]), unnumbered(pair[1]))):
+            groups.setdefault(key, {}).setdefault(core(*pair), pair)
+    for group in groups.values():
+        for one, other in itertools.pairwise(group.values()):
+            renamed = (one[0] != one[1]) + (other[0] != other[1])
+            if renamed > (one[0][:-1] != other[0][:-1]) and not told_apart(one, other):
+                yield f"nothing says which of {show_path(one[0])} and {show_path(other[0])} goes where"
+
+
+def _optimizers(outcome: _Outcome) -> Iterator[str]:
+    """Yield a doubt for moments that become parameters, or the reverse, and for those that two optimizers get."""
+    for old, news in outcome.news.items():
+        had = outcome.had.is_optimizer(old)
+        for new in news:
+            if outcome.has.is_optimizer(new) != had and outcome.looks[old][0]:
+                yield f"{show_path(new)} would come from {show_path(old)}, which is an optimizer's"
+        fields = [outcome.has.spot(path) for path in news]
+        if len(set(fields)) < len(fields) and fields[0].field in MOMENTS:
+            yield f"{show_path(news[0])} and {show_path(news[1])} would both come from {show_path(old)}"
+
+
+def _begun(outcome: _Outcome) -> Iterator[str]:
+    """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
+    restored = outcome.restored
+    fields = {outcome.has.spot(path).field for path in restored if outcome.has.is_optimizer(path)}
+    trained = {path[start:] for path in restored for start in range(len(path)) if not outcome.has.is_optimizer(path)}
+    for path in outcome.kept if fields else ():
+        spot = outcome.has.spot(path)
+        if spot.field in _COUNTS or (spot.field in fields & MOMENTS and spot.suffix in trained):
+            yield f"{show_path(path)} would begin anew, although what belongs to it does not"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -176,20 +177,20 @@ def _with_axis(layer: Contents, count: int, axis: int) -> Contents:
 
 def joined_axis(parts: Sequence[Contents], whole: Contents) -> tuple[int, list[int]] | None:
     """Return the axis, from the end, on which several subtrees make up another one, and the lengths of the parts."""
-    *looks, joined = ({name: shape for name, (shape, _) in one} for one in (*parts, whole))
-    if not joined or any(one.keys() != joined.keys() for one in looks):
-        return None
     for axis in (-1, -2):
-        if all(_is_joined([one[name] for one in looks], shape, axis) for name, shape in joined.items()):
-            return axis, [next(iter(one.values()))[axis] for one in looks]
+        lengths = [_lengths([one], axis) for one in parts]
+        if whole and all(lengths) and _lengths(parts, axis) == _lengths([whole], axis):
+            return axis, [next(iter(one.values())) for one in lengths]
     return None
 
 
-def _is_joined(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...], axis: int) -> bool:
-    if any(len(part) != len(whole) or len(part) < -axis for part in parts):
-        return False
-    rests = {(*part[:axis], *part[len(part) + axis + 1 :]) for part in (*parts, whole)}
-    return len(rests) == 1 and sum(part[axis] for part in parts) == whole[axis]
+def _lengths(parts: Sequence[Contents], axis: int) -> Counter[tuple[str, Shape, Shape]]:
+    """Return the lengths of arrays on an axis from the end, in all, by their names and other axes."""
+    result = Counter[tuple[str, Shape, Shape]]()
+    for name, (shape, _) in itertools.chain.from_iterable(parts):
+        at = len(shape) + axis
+        result[name, shape[: max(at, 0)], shape[at + 1 :]] += shape[at] if at >= 0 else 1
+    return result
 
 
 def fused(names: Sequence[str], whole: str, axis: int, lengths: list[int], *, fusing: bool) -> ProposedRule:
@@ -206,6 +207,11 @@ def fused(names: Sequence[str], whole: str, axis: int, lengths: list[int], *, fu
 def plain(text: str) -> str:
     """Return text escaped for a replacement."""
     return text.replace("\\", r"\\")
+
+
+def numbers_of(path: Path, number: str = r"\d+") -> str:
+    """Return a pattern for a key path, and for those that have other numbers in their names."""
+    return number.join(map(literal, re.split(r"\d+", joined(path))))
 
 
 def either(names: Iterable[str]) -> str:
@@ -283,7 +289,7 @@ def pattern_of(wanted: Collection[Path], others: Iterable[Path], longest: int = 
         exact = {path[-count:] for path in wanted}
         ends = set(map(unnumbered, exact)) if is_row else exact
         if ends.isdisjoint(unnumbered(path[-count:]) if is_row else path[-count:] for path in others):
-            chosen, number = (ends, r"\d+") if len(ends) < len(exact) else (exact, "#")
-            texts = [literal(joined(end)).replace("#", number) for end in chosen]
+            text_of = numbers_of if len(ends) < len(exact) else lambda end: literal(joined(end))
+            texts = set(map(text_of, exact))
             return "|".join(sorted(texts)) if len(texts) <= _MAX_NAMES else ""
     return ""

@@ -15,7 +15,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, topmost
 from flax_ckpt_compat._suggest.differences import Change, in_words
-from flax_ckpt_compat._suggest.layouts import ProposedRule, plain
+from flax_ckpt_compat._suggest.layouts import ProposedRule, numbers_of, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, Look, Roles, SubtreeMemo, fits
 from flax_ckpt_compat._suggest.names import COPIES, akin, core, natural, unnumbered, words
 from flax_ckpt_compat._trees.leaf_sources import is_array
@@ -147,7 +147,9 @@ def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:
         numbers = [[_NUMBER.findall(joined(one)) for one in pair] for pair in group]
         row = [old for old in stored.rows[unnumbered((*path, *like))] if old[: len(path)] == path]
         if len(group) > 1 and len(row) == len(group) and all(one == other for one, other in numbers):
-            patterns = {_pattern(group[0][0]): _replacement(group[0][1])}
+            parts = [plain(part) for part in _NUMBER.split(joined(group[0][1]))]
+            replacement = parts[0] + "".join(rf"\{number}{part}" for number, part in enumerate(parts[1:], 1))
+            patterns = {numbers_of(group[0][0], r"(\d+)"): replacement}
         olds, news = (tuple(dict.fromkeys(one[0] for one in side)) for side in zip(*group, strict=True))
         reason = in_words(node_at(stored.tree, (*path, *group[0][0])))
         yield Change(path, olds, news, patterns, reason if len(group) == 1 else "no others of them are left over")
@@ -166,12 +168,3 @@ def copies(stored: Node, target: Node, lacking: Collection[Path], memo: SubtreeM
             old, new = joined(olds[0]), joined(top)
             doubt = f"{new} is new, and would begin as a copy of {old}"
             yield ProposedRule(rules.copy(literal(old), plain(new)), "both have the same leaves", doubt)
-
-
-def _pattern(path: Path) -> str:
-    return r"(\d+)".join(map(literal, _NUMBER.split(joined(path))))
-
-
-def _replacement(path: Path) -> str:
-    parts = [plain(part) for part in _NUMBER.split(joined(path))]
-    return parts[0] + "".join(rf"\{number}{part}" for number, part in enumerate(parts[1:], 1))
