@@ -12,11 +12,11 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.text_formatting import one_line, printable
-from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, map_leaves, show_path
-from flax_ckpt_compat._suggest import leaf_features, proposals
+from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, show_path
+from flax_ckpt_compat._suggest import layouts, leaf_features, proposals
 from flax_ckpt_compat._suggest.layouts import ProposedRule
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, leaves_at, look
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, look
 from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural, told_apart, unnumbered
 from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat._trees.leaf_sources import Derived, handles_of
@@ -26,7 +26,6 @@ __all__ = ["ProposedRule", "Suggestion", "suggest"]
 _MAX_STARTS = 4
 _MANY = 5000  # missing leaves, above which one way less is tried
 _COUNTS = frozenset(("count", "gradient_step", "step"))
-_MAX_UNUSED = 3
 _DEPTH = 3  # of the levels in which a collection is looked for
 _Pair = tuple[Path, Path]  # stored, of the target
 # Renamed layers, or single leaves, with the names and looks of their leaves; the name of a single leaf is empty.
@@ -151,13 +150,13 @@ class _Outcome:
     def __init__(self, stored: Node, target: Node, tree: Node):
         self.from_t5x = leaf_features.is_t5x(stored)
         self.had, self.has = Roles(stored), Roles(target)
-        self.looks = {path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle)}
+        self.looks = {path: look(leaf) for path, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)}
         self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
         self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
         self.restored: list[Path] = []
         goal = leaf_features.flatten(target)
-        for path, leaf in leaves_at(tree):
+        for path, leaf in iter_leaves(tree):
             seen, wanted = look(leaf), goal.get(path, EMPTY)
             if wanted != EMPTY and seen == KEPT:
                 self.kept[path] = wanted
@@ -204,9 +203,7 @@ def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:
     idle.sort(key=lambda path: (outcome.unused[path] not in looks, path[-1] not in ends))
     if not idle:
         return step
-    shown = one_line(map(show_path, idle[:_MAX_UNUSED]))
-    more = f" and {len(idle) - _MAX_UNUSED} more" if len(idle) > _MAX_UNUSED else ""
-    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {shown}{more}")
+    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {layouts.listed(idle)}")
 
 
 def _unused(outcome: _Outcome) -> Iterator[str]:

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import layouts
 from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, is_torch_name, look, turned
-from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
+from flax_ckpt_compat._suggest.names import akin, natural, pair_up
 
 _MAX_PAIRS = 900
 
@@ -78,7 +78,6 @@ class Gap:
         """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
-            yield from self._fusions()
             yield from self._levels()
             for old, new in self._aligned():
                 yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
@@ -100,7 +99,7 @@ class Gap:
         for side, found in enumerate(self._open()):
             for row in found:
                 prints = [self.memo.print(node) for node in row.nodes]
-                key = tuple(prints[:1] if len(set(prints)) == 1 else prints)
+                key = bool(row.stem), *(prints[:1] if len(set(prints)) == 1 else prints)
                 groups.setdefault(key, ([], []))[side].append(row)
         for olds, news in groups.values():
             for left, right in pair_up([row.stem for row in olds], [row.stem for row in news]) if olds and news else ():
@@ -140,17 +139,6 @@ class Gap:
             if steps := layouts.regrouped(name, ours, theirs):
                 self._take([name], [name])
                 yield steps
-
-    def _fusions(self) -> Iterator[list[ProposedRule]]:
-        """Yield the steps for projections that became one, or one that became several."""
-        for parts, wholes, fusing in ((self.gone, self.new, True), (self.new, self.gone, False)):
-            names = projections(parts)
-            for name in list(wholes) if names else ():
-                contents = [self.memo.contents(parts[part]) for part in names]
-                if axis := layouts.joined_axis(contents, self.memo.contents(wholes[name])):
-                    self._take(*((names, [name]) if fusing else ([name], names)))
-                    yield [layouts.fused(names, name, *axis, fusing=fusing)]
-                    break
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""

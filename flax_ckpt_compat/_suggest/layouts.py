@@ -1,4 +1,4 @@
-"""Tell how arrays lie otherwise, and the rules for it: rows, stacks, groups of layers, axes, heads, projections."""
+"""Tell how arrays lie otherwise, and the rules for it: rows, stacks, groups of layers, axes, heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.steps import numbered
-from flax_ckpt_compat._core.text_formatting import literal
+from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest.leaf_features import Contents, bare, is_torch_name, turned
 from flax_ckpt_compat._suggest.names import unnumbered
@@ -20,6 +20,7 @@ from flax_ckpt_compat._suggest.names import unnumbered
 _AXES = (0, 1, 2, 3, -1)
 # Names in a pattern, and shapes that need a rule each: more are no evidence.
 _MAX_NAMES, _MAX_SHAPES = 12, 16
+_MAX_LISTED = 3
 Shape = tuple[int, ...]
 
 
@@ -175,38 +176,15 @@ def _with_axis(layer: Contents, count: int, axis: int) -> Contents:
     return result
 
 
-def joined_axis(parts: Sequence[Contents], whole: Contents) -> tuple[int, list[int]] | None:
-    """Return the axis, from the end, on which several subtrees make up another one, and the lengths of the parts."""
-    for axis in (-1, -2):
-        lengths = [_lengths([one], axis) for one in parts]
-        if whole and all(lengths) and _lengths(parts, axis) == _lengths([whole], axis):
-            return axis, [next(iter(one.values())) for one in lengths]
-    return None
-
-
-def _lengths(parts: Sequence[Contents], axis: int) -> Counter[tuple[str, Shape, Shape]]:
-    """Return the lengths of arrays on an axis from the end, in all, by their names and other axes."""
-    result = Counter[tuple[str, Shape, Shape]]()
-    for name, (shape, _) in itertools.chain.from_iterable(parts):
-        at = len(shape) + axis
-        result[name, shape[: max(at, 0)], shape[at + 1 :]] += shape[at] if at >= 0 else 1
-    return result
-
-
-def fused(names: Sequence[str], whole: str, axis: int, lengths: list[int], *, fusing: bool) -> ProposedRule:
-    """Return the rule that joins projections, or divides one."""
-    doubt = f"the parts of {whole} may lie head by head, which the shapes do not tell"
-    reason = f"{whole} is as long as {', '.join(names)} together"
-    more: dict[str, Any] = {"axis": axis} if axis != -1 else {}
-    if fusing:
-        return ProposedRule(rules.fuse(list(names), whole, **more), reason, doubt)
-    more |= {"sizes": lengths} if len(set(lengths)) > 1 else {}
-    return ProposedRule(rules.split(literal(whole), list(names), **more), reason, doubt)
-
-
 def plain(text: str) -> str:
     """Return text escaped for a replacement."""
     return text.replace("\\", r"\\")
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """Return the first few of several key paths, and the number of the others."""
+    more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
+    return one_line(map(show_path, paths[:_MAX_LISTED])) + more
 
 
 def numbers_of(path: Path, number: str = r"\d+") -> str:

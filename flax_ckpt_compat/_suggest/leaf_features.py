@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 
@@ -79,14 +79,9 @@ def fits(stored: Look, target: Look) -> bool:
     return stored == target or stored[1] == "kept" or keys or (stored[0] == target[0] and stored[1] != "empty")
 
 
-def leaves_at(tree: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (key path from here, leaf) below a node; a branch without children, or nothing, yields itself."""
-    return iter_leaves(node_at(tree, path))
-
-
-def flatten(tree: Node, path: Path = ()) -> dict[Path, Look]:
+def flatten(tree: Node) -> dict[Path, Look]:
     """Map the key paths below a node to the looks of the leaves; nodes without children are `EMPTY`."""
-    return {at: look(leaf) for at, leaf in leaves_at(tree, path)}
+    return {path: look(leaf) for path, leaf in iter_leaves(tree)}
 
 
 class Spot(NamedTuple):
@@ -155,7 +150,9 @@ def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
 def _is_named_optimizer(name: Path, tree: Branch) -> bool:
     if not name or _OPTIMIZER.fullmatch(name[0]) is None:
         return False
-    return _has_marks(tree) or all(look(leaf) == EMPTY for _, leaf in leaves_at(tree))
+    pre_optax = {"target", "state"} <= tree.children.keys()
+    has_marks = pre_optax or any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree))
+    return has_marks or all(look(leaf) == EMPTY for _, leaf in iter_leaves(tree))
 
 
 def _holds_more(tree: Branch) -> bool:
@@ -163,11 +160,6 @@ def _holds_more(tree: Branch) -> bool:
     branches = {name: child for name, child in tree.children.items() if isinstance(child, Branch) and child.children}
     states = [name for name, child in branches.items() if _is_named_optimizer((name,), child)]
     return bool(states) and len(branches) > len(states)
-
-
-def _has_marks(tree: Branch) -> bool:
-    pre_optax = {"target", "state"} <= tree.children.keys()
-    return pre_optax or any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree))
 
 
 @functools.lru_cache(10_000)

@@ -19,7 +19,6 @@ BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
 # Words that say nothing about which layer it is; the first ones in no name at all.
 _GENERIC = _set("layer layers block blocks module unit")
 _SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan proj projection params")
-_KINDS = _set("head embed embedding embeddings embedder emb table")  # beside them, another word says which projection
 # Words for classes of layers; those of one class begin alike. The first ones are parts that hold several layers.
 _COMPOSITES = {
     "attention": "attention", "attn": "attention", "mha": "attention", "mlp": "mlp", "ffn": "mlp", "ff": "mlp",
@@ -49,7 +48,6 @@ _SHORT = {
     "pos": "positi", "out": "output", "in": "input", "fwd": "forward", "bwd": "backward", "img": "image", "txt": "text",
     "cls": "class", "tok": "token", "neg": "negative", "disc": "discriminator", "up": "upsampl", "down": "downsampl",
 }  # fmt: skip
-_PROJECTIONS = (("query", "key", "value"), ("gate", "up"))
 _ALIASES = (
     _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
     _set("bias beta b offset"),
@@ -192,24 +190,6 @@ def _alike(one: str, other: str) -> bool:
     if short == long or short + "s" == long or (short in _SHORT and long.startswith(_SHORT[short])):
         return True
     return len(short) > 2 and short not in _TELLING and long.startswith(short)
-
-
-def projections(names: Iterable[str]) -> list[str]:
-    """Return those of several names that are query, key and value, or gate and up, in this order; none if unclear."""
-    given = list(names)
-    for roles in _PROJECTIONS:
-        found = [[name for name in given if _role(name) == role] for role in roles]
-        if all(len(names) == 1 for names in found):
-            return [name for (name,) in found]
-    return []
-
-
-def _role(name: str) -> str:
-    """Return the only word of a name that says which projection it is, such as ``query`` for ``q_proj`` or ``wq``."""
-    found = words(name) - _CLASSES.keys() - _SAY_NOTHING - _KINDS
-    word = next(iter(found)) if len(found) == 1 else ""
-    word = word[1:] if len(word) == 2 and word[0] == "w" else word
-    return _LETTERS.get(word, word)
 
 
 def _other_number(old: Path, new: Path) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.text_formatting import literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._suggest import layouts, match_unused
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.layouts import ProposedRule, either, numbers_of, plain, rename
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten, leaves_at
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
 
 _ROUNDS = 8
@@ -88,7 +88,7 @@ class Pairing:
         """Return the state after the steps for arrays that have their names and lie otherwise."""
         arrays = [
             layouts.Stored(path, leaf.path, leaf.shape, self.goal[path][0])
-            for path, leaf in leaves_at(state.tree)
+            for path, leaf in iter_leaves(state.tree)
             if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY and path in self.goal
         ]
         for step in layouts.steps(arrays):

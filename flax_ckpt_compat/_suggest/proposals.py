@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,10 @@ import numpy as np
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, node_at, show_path, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._suggest import match_unused
-from flax_ckpt_compat._suggest.layouts import ProposedRule, either, pattern_of, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, leaves_at, look
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, listed, pattern_of, plain
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, look
 from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
@@ -42,7 +43,7 @@ def preludes(pairing: Pairing, stored: Branch) -> Iterator[ProposedRule]:
 
 def _replicated(stored: Branch, target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for a state that was saved with a replica for each device, all of it or most."""
-    arrays = {path: look(leaf) for path, leaf in leaves_at(stored) if is_array(leaf) or is_key(leaf)}
+    arrays = {path: look(leaf) for path, leaf in iter_leaves(stored) if is_array(leaf) or is_key(leaf)}
     arrays = {path: seen for path, seen in arrays.items() if target.get(path) != seen}
     counts = Counter(shape[0] for shape, _ in arrays.values() if shape).most_common(1)
     many = {path for path, (shape, _) in arrays.items() if shape[:1] == (counts[0][0],)} if counts else set[Path]()
@@ -52,7 +53,7 @@ def _replicated(stored: Branch, target: dict[Path, Look]) -> Iterator[ProposedRu
     one = Counter((shape[1:], kind) for shape, kind in map(arrays.__getitem__, many))
     if 2 * (one & wanted).total() > max(wanted.total(), 2 * (Counter(arrays.values()) & wanted).total()):
         places = [joined(path) for path in topmost(stored, many)]
-        whole = len(many) == sum(look(leaf) != EMPTY for _, leaf in leaves_at(stored))
+        whole = len(many) == sum(look(leaf) != EMPTY for _, leaf in iter_leaves(stored))
         rule = rules.unreplicate() if whole else rules.unreplicate(f"^(?:{either(places)})")
         yield ProposedRule(rule, f"all of it has an axis of {counts[0][0]} replicas more than the target")
 
@@ -120,7 +121,7 @@ def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[Prop
 
 def _ends(node: Node) -> Counter[tuple[str, Look]]:
     """Return the number of leaves of a last name and look."""
-    leaves = ((bare(path), look(leaf)) for path, leaf in leaves_at(node))
+    leaves = ((bare(path), look(leaf)) for path, leaf in iter_leaves(node))
     return Counter((path[-1] if path else "", seen) for path, seen in leaves if seen != EMPTY)
 
 
@@ -142,8 +143,14 @@ def finished(pairing: Pairing, state: State) -> State:
                 continue
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal(joined(stored_at))}
-            tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
+            step = ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")
+            tried = pairing.tried(state, [step])
             if tried and not pairing.missing(tried.tree, at):
+                have = pairing.looks(tried.tree)
+                kept = [path for path in have if have[path] == KEPT and path[: len(at)] == at]
+                if begun := [path for path in kept if MOMENTS.intersection(path)]:
+                    step = dataclasses.replace(step, reason=f"{step.reason}; initial values: {listed(begun)}")
+                    tried.steps = (*state.steps, step)
                 state = tried if tried.matched >= state.matched else state
                 break
         else:
@@ -220,7 +227,7 @@ def _counted(pairing: Pairing, state: State) -> State:
 def typed_keys(pairing: Pairing, state: State) -> State:
     """Return the state after steps for raw PRNG keys where the target has typed ones."""
     steps = []
-    for path, leaf in leaves_at(state.tree):
+    for path, leaf in iter_leaves(state.tree):
         shape, kind = pairing.goal.get(path, EMPTY)
         if kind != "key" or not is_array(leaf) or (leaf.shape, leaf.dtype) != ((*shape, 2), np.uint32):
             continue
@@ -231,7 +238,7 @@ def typed_keys(pairing: Pairing, state: State) -> State:
 
 def _fields(node: Node) -> str:
     """Return the names under which an optimizer keeps its arrays."""
-    found = [name for path, leaf in leaves_at(node) for name in path if name in MOMENTS or name == "count"]
+    found = [name for path, leaf in iter_leaves(node) for name in path if name in MOMENTS or name == "count"]
     return ", ".join(dict.fromkeys(found)) if MOMENTS.intersection(found) else _NO_MOMENTS
 
 

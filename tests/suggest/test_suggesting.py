@@ -191,13 +191,12 @@ def rows(name: str) -> dict[str, Any]:
         ({"params": rows("layer"), "opt_state": {"0": {"trace": rows("layer")}, "1": {}}},
          {"params": {"layers": ROW}, "opt_state": {"0": {"trace": {"layers": ROW}}, "1": {"count": array()}}}),
         ({"params": {"f": D, "out": dense(8, 3)}}, {"params": {"u": D, "out": dense(8, 3)}}),
-        ({"params": {f"{name}_embed": D for name in ("query", "key", "value")}}, {"params": {"qkv": dense(8, 24)}}),
     ],
     ids=["no evidence", "named first", "first is new", "equal ones", "inserted", "crossed numbers", "crossed order",
          "crossed biases", "square leaf", "which average",
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
          "which axis", "counts", "taken from its own place", "vectors", "which optimizer", "actor", "target", "stack",
-         "unstack", "average of a row", "a count beside a row", "letters", "fused embeddings"],
+         "unstack", "average of a row", "a count beside a row", "letters"],
 )  # fmt: skip
 def test_doubt(old: Any, new: Any, request: pytest.FixtureRequest) -> None:
     """Whatever fits by shape but may be wrong is not a confident suggestion."""
