@@ -129,7 +129,7 @@ def _is_checkpoint(location: Location) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases."""
     if not location.isdir():
         return False
-    checkpoint_dir = saved_steps.checkpoint_dir(location.path, DEFAULT_PREFIX).listed_with(location)
+    checkpoint_dir = saved_steps.checkpoint_dir(location.path, DEFAULT_PREFIX).listed(location)
     located = locating.find(checkpoint_dir, None)
     return isinstance(located, locating.LocatedCheckpoint) and located.location == location
 

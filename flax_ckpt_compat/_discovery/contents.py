@@ -29,7 +29,6 @@ _LOST_STRUCTURE = (
 )
 # Layout, what is missing in words, name → item as in `Contents`, and names of directories that are not items.
 _Description = tuple["Layout | None", str, Mapping[str, Item], tuple[str, ...]]
-_REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
 DENIED = "permission to list it is denied"
 
 
@@ -107,16 +106,21 @@ class Contents:
         return self.is_complete and self.layout not in _NEVER_WRITTEN and (self.is_marked or not self.unknown)
 
 
-def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
-    """Describe what a path holds; what may not be listed is `State.DENIED` with ``lists_denied``, else StorageError."""
+class ChangedError(Exception):
+    """Another process has changed what was looked at: look again."""
+
+
+def contents_of(path: Location, *, lists_denied: bool = False, tolerant: bool = True) -> Contents:
+    """Describe what a path holds; what may not be listed is `State.DENIED` with ``lists_denied``, else StorageError.
+
+    Raise `ChangedError`, unless ``tolerant``, if it is not whole and others replace it while it is looked at."""
     found = _look_once(path, lists_denied)
-    for _ in range(_REPLACEMENTS):
-        if found.is_complete or found.is_whole or path.is_remote:
-            break
-        before = path.identity()  # while others replace it, a name may be listed whose content is gone
-        found = _look_once(path, lists_denied)
-        if path.identity() == before:
-            break
+    if found.is_complete or found.is_whole or path.is_remote:
+        return found
+    before = path.identity()  # while others replace it, a name may be listed whose content is gone
+    found = _look_once(path, lists_denied)
+    if not tolerant and path.identity() != before:
+        raise ChangedError
     return found
 
 

@@ -17,9 +17,10 @@ from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, foreign, not_found, saved_steps
-from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout, State
+from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Layout, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
+from flax_ckpt_compat._discovery.orbax_directory import names_in
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, Directory
 
 _Result = TypeVar("_Result")
@@ -74,7 +75,7 @@ def _is_checkpoint(root: Location) -> bool:
         # Or Orbax has begun to write items to it: those of whole checkpoints do not count.
         begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
         if found.state is State.INCOMPLETE and not found.is_marked:
-            return any(name.startswith(begun) for name in root.listdir())
+            return any(name.startswith(begun) for name in names_in(root))
     except errors.PermissionDeniedError as error:  # which tells nothing about what is beside the path
         folder, name = os.path.split(error.path or root.path)
         is_step = STEP_DIRECTORY.fullmatch(root.name) and name != _RECOVERED
@@ -90,8 +91,6 @@ def _exists(path: Location) -> bool:
         return is_there
     try:
         names = path.parent.listdir()
-    except ValueError:  # a NUL in the path
-        return False
     except errors.StorageError as error:
         if isinstance(error, errors.PermissionDeniedError) or error.errno in CANNOT_BE_THERE:
             return False
@@ -103,9 +102,9 @@ def _exists(path: Location) -> bool:
 def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
     checkpoint_dir, root = directory.checkpoint_dir, directory.checkpoint_dir.root
     one = steps.of_replicated(step)
-    if one is not step and _exists(found := checkpoint_dir.path(f"{checkpoint_dir.prefix}{step}")):
+    if one is not step and _exists(found := checkpoint_dir.directory / f"{checkpoint_dir.prefix}{step}"):
         return LocatedCheckpoint(found, named=True)  # Flax has whole arrays in names
-    path = checkpoint_dir.path(checkpoint_dir.prefix + steps.step_text(one))
+    path = checkpoint_dir.directory / (checkpoint_dir.prefix + steps.step_text(one))
     if _exists(path):
         return LocatedCheckpoint(path, named=True)
     number = steps.step_of(path.name, checkpoint_dir.prefix)
@@ -116,7 +115,8 @@ def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
     elif root.isfile() or contents.is_certainly_orbax(root):
         known = f"{root} is itself a checkpoint; leave out step="
     else:
-        raise not_found.of_checkpoints(checkpoint_dir).error(path, f"Matching checkpoint not found: {path} (", ")")
+        absence = not_found.of_checkpoints(checkpoint_dir, directory.names)
+        raise absence.error(path, f"Matching checkpoint not found: {path} (", ")")
     message = f"Matching checkpoint not found: {path} ({known})"
     raise errors.CheckpointNotFoundError(message, path=path.path, has_remedy=True)
 
@@ -133,8 +133,10 @@ def read_found(
     ``otherwise`` returns the result if there is no checkpoint; None raises. ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
     subject = (checkpoint_dir.root.path, checkpoint_dir.given_prefix, "absent")
-    for _ in range(saved_steps.ROUNDS):
-        found = find(checkpoint_dir, step)
+
+    def attempt(directory: Directory) -> _Result:
+        nonlocal removed
+        found = _latest(directory) if step is None else _of_step(directory, step)
         if isinstance(found, Absence):
             if removed is None:
                 return _nothing(found, otherwise, doing, checkpoint_dir.root, subject)
@@ -149,21 +151,23 @@ def read_found(
         except Exception as error:
             if not _has_changed(found, before, error, checkpoint_dir):
                 if not found.named and isinstance(error, foreign.UNUSABLE):
-                    _add_older_step(error, checkpoint_dir, found.location)
+                    _add_older_step(error, directory, found.location)
                 raise
             if found.named and not is_there(found.location):
                 raise removed_error(found.location) from error
             removed = found.location.unlisted(), error
-    assert removed is not None
-    what = f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it"
-    remedy = "keep more checkpoints (keep=), or save less often"
-    raise errors.CheckpointNotFoundError(f"{what}; {remedy}", path=removed[0].path) from removed[1]
+            if not directory.tolerant:
+                raise ChangedError from error
+            what = f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it"
+            remedy = "keep more checkpoints (keep=), or save less often"
+            raise errors.CheckpointNotFoundError(f"{what}; {remedy}", path=removed[0].path) from error
+
+    return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root, lists_denied=step is not None)
 
 
-def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
+def _add_older_step(error: errors.CheckpointError, directory: Directory, path: Location) -> None:
     """Add to the error of the latest step which older one looks complete."""
-    with suppress(errors.CheckpointError, OSError):
-        directory = Directory(checkpoint_dir, tolerant=True)
+    with suppress(ChangedError, errors.CheckpointError, OSError):
         if older := directory.newest(lambda found: found.is_complete and found.location != path):
             sentence = f"The newest other one that looks complete is {older.name}: pass step={older.text}."
             errors.add_sentence(error, sentence)
@@ -194,10 +198,13 @@ def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkp
     location = location.unlisted()
     if not is_there(location) or location.identity() != before:
         return True
-    with suppress(errors.CheckpointError):
-        now = None if found.named else find(checkpoint_dir, None)
-        return isinstance(now, Absence) or (now is not None and now.location.path != location.path)
-    return False
+    if found.named:
+        return False
+    try:
+        now = _latest(Directory(checkpoint_dir.listed(checkpoint_dir.root)))
+    except (ChangedError, errors.CheckpointError) as failure:
+        return isinstance(failure, ChangedError)
+    return isinstance(now, Absence) or now.location.path != location.path
 
 
 @contextmanager

@@ -79,16 +79,13 @@ def no_directory(path: Location) -> Absence:
     return of_directory(path)
 
 
-def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = None) -> Absence:
-    """Explain that a directory holds no checkpoint of its prefix; name other prefixes.
-
-    ``listed`` are the names on which that was decided: others may have been saved since."""
+def of_checkpoints(checkpoint_dir: CheckpointDir, names: list[str]) -> Absence:
+    """Explain that a directory, by these names in it, holds no checkpoint of its prefix; name other prefixes."""
     directory = checkpoint_dir.directory
     if not directory.isdir():
         found = no_directory(directory)
         return found if directory.exists() else dataclasses.replace(found, why=f"the directory {found.why}")
     none = f"{directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
-    names = saved_steps.names_in(checkpoint_dir) if listed is None else listed
     # TensorBoard's files, and what saves left, are there before the first checkpoint.
     names = [name for name in names if not _EVENTS.fullmatch(name) and temporaries.parse(name) is None]
     if not names:
@@ -131,7 +128,7 @@ def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[s
     found = filter(None, map(steps.split_step, itertools.filterfalse(steps.is_foreign, names)))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step
-        if steps.step_of(name, checkpoint_dir.prefix) is None and is_checkpoint(checkpoint_dir.path(name)):
+        if steps.step_of(name, checkpoint_dir.prefix) is None and is_checkpoint(checkpoint_dir.directory / name):
             yield other, step
 
 

@@ -13,55 +13,53 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
 from flax_ckpt_compat._discovery import contents, foreign
-from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Contents, Layout, State, contents_of
+from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Contents, Layout, State, contents_of
 from flax_ckpt_compat._discovery.log_once import log_once
 
 _log = logging.getLogger("flax_ckpt_compat")
 _Result = TypeVar("_Result")
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
 _DEFAULT_PREFIXES = ("", "checkpoint_")
-ROUNDS = 100  # of a look-up, or a read, each of which fails if another process changes the directory meanwhile
+# Beside a writer that keeps one checkpoint and never pauses, one read in 500 took eight, and one failed after twenty.
+ROUNDS = 100  # of a look-up or read, each of which fails if others change the directory meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointDir:
     """Directory and prefix of checkpoints, made once of what a caller passed, and handed down."""
 
+    root: Location  # what the caller passed, which may be one checkpoint
+    given_prefix: str  # the caller's, whose part before the last ``/`` leads from there to the directory
     directory: Location
-    prefix: str  # beginning of their names: the part of the caller's prefix after its last ``/``
-    shown: str  # the directory as the caller wrote it, for returned paths
-    root: Location  # what the caller passed, which may be one checkpoint; the prefix may lead from it to the directory
-    given_prefix: str  # the caller's prefix
 
-    def path(self, name: str) -> Location:
-        """Return the location of a name in this directory."""
-        return self.directory / name
+    @property
+    def prefix(self) -> str:
+        """Return the beginning of the checkpoints' names."""
+        return self.given_prefix.rpartition("/")[2]
 
-    def listed(self) -> CheckpointDir:
-        """Return this directory with a listing; see `Location.listed`."""
-        return dataclasses.replace(self, directory=self.directory.listed())
-
-    def listed_with(self, other: Location) -> CheckpointDir:
-        """Return this directory with the listing of another location, which may be above it."""
-        directory, root = (one.with_listing(other.listing) for one in (self.directory, self.root))
-        return dataclasses.replace(self, directory=directory, root=root)
+    def listed(self, where: Location | None = None) -> CheckpointDir:
+        """Return this directory with a listing of its own, or that of a location above it; see `Location.listed`."""
+        listing = (where or self.directory).listed().listing
+        root, directory = (one.with_listing(listing) for one in (self.root, self.directory))
+        return CheckpointDir(root, self.given_prefix, directory)
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     """Resolve a caller's directory and prefix; raise StorageError for a URL of an unsupported scheme."""
     head, tail = os.path.split(prefix)
-    shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
+    path = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # ".." out of a symlinked directory can only be resolved by the file system.
-    directory = resolved(shown) if os.pardir in head.split(os.sep) else of_text(shown)
+    directory = resolved(path) if os.pardir in head.split(os.sep) else of_text(path)
     if tail and directory.is_remote:
         normal((directory / tail).path)  # raises for characters that stores do not take
-    return CheckpointDir(directory, tail, shown, of_text(ckpt_dir), prefix)
+    return CheckpointDir(of_text(ckpt_dir), prefix, directory)
 
 
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
@@ -105,7 +103,7 @@ def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[s
 def _looked_at(checkpoint_dir: CheckpointDir, names: Iterable[str]) -> Iterator[tuple[str, Contents]]:
     """Yield names and what they hold; warn of what is foreign."""
     for name in names:
-        found = contents_of(checkpoint_dir.path(name), lists_denied=True)
+        found = contents_of(checkpoint_dir.directory / name, lists_denied=True)
         if found.state is State.FOREIGN:
             what = f"{found.location} is named like a checkpoint, but looks like {found.why}: it stays, is not counted "
             log_once((found.location, "foreign"), f"{what}for keep, and prevents no save of a lower step")
@@ -133,15 +131,11 @@ class Entry:
     managed: bool = False  # a CheckpointManager's name, not one of the caller's prefix
 
 
-class ChangedError(Exception):
-    """The directory changed during the listing, so a listed name is not there: list again."""
-
-
 class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
     def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
-        """Raise `ChangedError` for a listed name that is not there, unless ``tolerant``, and see `contents_of`."""
+        """Raise `ChangedError` for a listed name that is not there, unless ``tolerant``; see `contents_of` for both."""
         self.checkpoint_dir, self.tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
         self._classified: dict[str, Contents] = {}
 
@@ -191,7 +185,7 @@ class Directory:
         """Return what an entry holds; raise `ChangedError` if it has vanished since it was listed."""
         found = self._classified.get(entry.name)
         if found is None:
-            found = contents_of(entry.location, lists_denied=self._lists_denied)
+            found = contents_of(entry.location, lists_denied=self._lists_denied, tolerant=self.tolerant)
             if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
                 found = dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
             self._classified[entry.name] = found
@@ -233,7 +227,7 @@ class Directory:
         log_once((folder.path, self.checkpoint_dir.prefix, "incomplete"), message)
 
     def _entry(self, name: str, text: str, *, managed: bool = False) -> Entry:
-        return Entry(name, self.checkpoint_dir.path(name), steps.parse_step(text), text, managed)
+        return Entry(name, self.checkpoint_dir.directory / name, steps.parse_step(text), text, managed)
 
     def _named(self, belongs: Callable[[str, str], bool]) -> list[Entry]:
         prefix = self.checkpoint_dir.prefix
@@ -262,15 +256,13 @@ def in_one_listing(
     root: Location | None = None,
     lists_denied: bool = False,
 ) -> _Result:
-    """Return what ``look`` finds in one listing; list again, up to `ROUNDS` times, where names vanish meanwhile."""
+    """Return what ``look`` finds, or reads, in one listing; list again, up to `ROUNDS` times, after a `ChangedError`.
+
+    The last listing is tolerant: with that, ``look`` raises none. All look-ups and reads retry here alone."""
     where = root or checkpoint_dir.directory  # in a store one listing of the root, which may be above, tells
     for rest in reversed(range(ROUNDS)):
-        try:
-            listed = checkpoint_dir.listed_with(where.listed())
-            return look(Directory(listed, tolerant=not rest, lists_denied=lists_denied))
-        except (ChangedError, MissingPathError):  # what is missing was removed between two accesses
-            if not rest:
-                raise
+        with suppress(ChangedError):
+            return look(Directory(checkpoint_dir.listed(where), tolerant=not rest, lists_denied=lists_denied))
         where = where.unlisted()
     raise AssertionError
 

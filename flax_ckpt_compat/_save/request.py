@@ -50,7 +50,7 @@ class SaveRequest:
     @property
     def location(self) -> Location:
         """Return where the checkpoint will be."""
-        return self.checkpoint_dir.path(self.name)
+        return self.directory / self.name
 
     @property
     def path(self) -> str:

@@ -110,7 +110,7 @@ def _may_be_evicted(request: SaveRequest) -> bool:
     names = saved_steps.names_in(request.checkpoint_dir)
     for name in steps.in_order(names, request.checkpoint_dir.prefix):
         with suppress(OSError):  # it vanished
-            path, began = request.checkpoint_dir.path(name).path, request.start - _CLOCK_SECONDS
+            path, began = (request.directory / name).path, request.start - _CLOCK_SECONDS
             if request.is_newer(name) or os.path.getmtime(path) > began:
                 return True
     return any(map(temporaries.parse, names))

@@ -170,7 +170,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     if last is not None:
         state = "is newer" if request.is_newer(last) else "is the same step"
         removed = "" if request.replace_only_checkpoints else _removed(request)
-        message = f"{checkpoint_dir.path(last)} {state}; pass overwrite=True to save it anyway{removed}."
+        message = f"{checkpoint_dir.directory / last} {state}; pass overwrite=True to save it anyway{removed}."
         raise _invalid(request, f"cannot save step {request.step}: {message}")
 
 

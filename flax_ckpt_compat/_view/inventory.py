@@ -11,7 +11,7 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._discovery import saved_steps
-from flax_ckpt_compat._discovery.contents import Contents, State
+from flax_ckpt_compat._discovery.contents import ChangedError, Contents, State
 
 UNKNOWN_FORMAT = "unknown"
 
@@ -57,28 +57,27 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         [(1, True), (2, True)]
     """
     checkpoint_dir = saved_steps.checkpoint_dir(as_text(directory), as_text(prefix, "prefix"))
+    shown = os.path.join(directory, os.path.dirname(prefix))
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
 
     def records(listed: saved_steps.Directory) -> list[CheckpointRecord]:
-        found = [
-            record_of(one.location, one.step, os.path.join(checkpoint_dir.shown, one.name), listed.classify(one))
-            for one in saved_steps.everything_of(listed)
-        ]
+        entries = saved_steps.everything_of(listed)
+        found = [record_of(one.location, one.step, shown, listed.classify(one)) for one in entries]
         if None in found and not listed.tolerant:
-            raise saved_steps.ChangedError
+            raise ChangedError
         return [record for record in found if record is not None]
 
     yield from saved_steps.in_one_listing(checkpoint_dir, records, lists_denied=True)
 
 
 def record_of(location: Location, step: float | None, shown: str, found: Contents) -> CheckpointRecord | None:
-    """Return the record of a checkpoint; None if another process has just evicted it."""
+    """Return the record of a checkpoint in a directory as shown; None if another process has just evicted it."""
     is_foreign = found.state is State.FOREIGN
     format = UNKNOWN_FORMAT if is_foreign else (Format.ORBAX if location.isdir() else Format.MSGPACK).value
     nbytes = location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()
     if not location.exists():
         return None
     why = f"not a checkpoint: {found.why}" if is_foreign else found.why or None
-    return CheckpointRecord(step, shown, format, nbytes, found.is_complete, why)
+    return CheckpointRecord(step, os.path.join(shown, location.name), format, nbytes, found.is_complete, why)

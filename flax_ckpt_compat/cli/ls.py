@@ -51,13 +51,14 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     Exit code 2 if DIRECTORY cannot be listed.
     """
     checkpoint_dir = saved_steps.checkpoint_dir(directory, prefix)
+    top = os.path.dirname(os.path.join(directory, prefix))
     denied: list[StorageError] = []
     others: list[str] = []
     if recursive and checkpoint_dir.directory.isdir():
-        found = dict(_below(checkpoint_dir, denied, leaves=leaves))
+        found = dict(_below(checkpoint_dir.directory, top, denied, leaves=leaves))
     else:
         entries = _entries(checkpoint_dir.directory, iter_checkpoints(directory, prefix), leaves=leaves)
-        found = {checkpoint_dir.shown: entries}
+        found = {top: entries}
         listed = {os.path.basename(entry["path"]) for entry in entries}  # the steps of a manager, too
         if any(entry["kind"] == "checkpoint" for entry in entries):
             others = [name for name in not_found.of_other_prefixes(checkpoint_dir) if name not in listed]
@@ -79,14 +80,12 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
         raise base.FailedError(printable("\n".join(map(str, denied))))
 
 
-def _below(
-    root: saved_steps.CheckpointDir, denied: list[StorageError], *, leaves: bool
-) -> Iterator[tuple[str, list[Entry]]]:
+def _below(root: Location, top: str, denied: list[StorageError], *, leaves: bool) -> Iterator[tuple[str, list[Entry]]]:
     """Yield a directory, and each below it, that holds anything to list; ``denied`` is as for `walk.folders_below`."""
-    for folder, found in walk.folders_below(root.directory, denied):
-        inside = os.path.relpath(folder.path, root.directory.path)
-        shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
-        records = (_record(one.unlisted(), os.path.join(shown, one.name)) for one in found)
+    for folder, found in walk.folders_below(root, denied):
+        inside = os.path.relpath(folder.path, root.path)
+        shown = top if inside == os.curdir else os.path.join(top, inside)
+        records = (_record(one.unlisted(), shown) for one in found)
         if entries := _entries(folder, filter(None, records), leaves=leaves):
             yield shown, entries
 
@@ -157,7 +156,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
         raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty."
-    absent = not_found.of_checkpoints(checkpoint_dir)
+    absent = not_found.of_checkpoints(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
     return f"{absent}, and none is below it" if recursive else f"{absent}; --recursive lists all below it"
 
 

@@ -97,8 +97,7 @@ class Rotation:
         """Remove step 1 at once, as our own clean-up does."""
         path = self.directory / "checkpoint_1"
         if path.exists():
-            os.rename(path, self.directory.parent / "doomed")
-            removed = self.directory.parent / "doomed"
+            removed = path.rename(self.directory.parent / "doomed")
             shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
 
     def rotate(self) -> None:
@@ -252,14 +251,15 @@ def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
         checkpoints.save_checkpoint(tmp_path, tree(step), step)
         raise FileNotFoundError(path)
 
+    run = checkpoint_dir(str(tmp_path), "checkpoint_")
+
     def read(times: int) -> str:
-        return locating.read_found(
-            checkpoint_dir(str(tmp_path), "checkpoint_"), None, lambda found: overtaken(found.path, times)
-        )
+        return locating.read_found(run, None, lambda found: overtaken(found.path, times))
 
     assert read(14) == str(tmp_path / "checkpoint_15")
     with pytest.raises(errors.CheckpointNotFoundError, match=r"as were \d+ before it; keep more checkpoints"):
         read(1000)
+    assert step == 15 + saved_steps.ROUNDS, "its look-ups take no rounds of their own"
 
 
 def test_a_step_that_is_overwritten_again_and_again(flag: bool, tmp_path: Path) -> None:
