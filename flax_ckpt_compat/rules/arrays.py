@@ -239,8 +239,10 @@ def resize(
         def resized(value: Any) -> Any:
             kept, grid = np.split(value, [skip], at)
             result = _checked_cast(_interpolated(grid.reshape(before), after, method, antialias), value.dtype, what)
-            result = result.reshape(*whole[:at], whole[at] - skip, *whole[at + 1 :])
-            return np.concatenate([kept, result], at, out=memory.empty(whole, value.dtype))
+            if not skip:
+                return result.reshape(whole)
+            parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
+            return np.concatenate(parts, at, out=memory.empty(whole, value.dtype))
 
         return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 

@@ -218,8 +218,9 @@ def history(seed: int, store: Memory) -> None:
     try:
         save(9, draw.choice(STATES))
     except flax_ckpt_compat.errors.InvalidCheckpointError:
-        # One that dies just after another has removed its mark leaves a file that nothing tells from a user's.
-        assert "killed" in ended, (plans, ended)
+        # One that dies, or may not clean up, after another has removed its mark leaves files that nothing tells from
+        # a user's, and so does one that writes while a remover removes its mark.
+        assert fault or "removed" in ended, (plans, ended)
         return
     assert restored() == 9
     assert not [key for key in store.objects if "_begun" in key]
@@ -314,6 +315,11 @@ def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
         except BaseException:
             print(f"seed {seed}")
             raise
+
+
+def test_histories_that_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds that lost both of two saves, an acknowledged one, or a new one, or left a folder that refused the next."""
+    run([601161, 700355, 900957, 910256], monkeypatch)
 
 
 @pytest.mark.slow

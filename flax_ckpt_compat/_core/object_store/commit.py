@@ -85,22 +85,19 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
     there = client.find(url) if new else None
     if there is not None and there.size:  # an empty object is no checkpoint
         raise lost(url)
+    # What is committed beside the object after this list is newer: it counts, and stays.
+    hidden = client.list(url) if client.shares_names and not new else {}
     try:
         found = (ABSENT if there is None else there.version) if new else None
         version = client.put(url, Path(staged), found, meter)
     except ConflictError as error:
         raise lost(url) from error
-    hidden = client.list(url)
-    if new and COMMIT_FILE in hidden:
+    if new and COMMIT_FILE in (hidden := client.list(url)):
         client.delete(url, version)
         raise lost(url)
     if hidden and (gone := _uncommit(url, hidden)):  # until then the folder counts
         with after_commit(url):
             delete(url, gone)
-        # Its writer may have committed meanwhile, and removed this object as the one that it replaced.
-        if client.find(url) is None:
-            with suppress(ConflictError):
-                client.put(url, Path(staged), ABSENT)
 
 
 def remove(url: str) -> None:

@@ -31,7 +31,7 @@ from flax_ckpt_compat._core.object_store.commit import AT_ONCE, Files, lost
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import Location
+from flax_ckpt_compat._core.storage import Location, Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _ROUNDS, _PAUSE = 8, 0.5  # of a writer to which others give way, and seconds between them
@@ -132,21 +132,24 @@ class Upload:
             self._publish_file(staged, new)
             return
         self._is_shared = bool(self.marker)
-        uploaded, found = self.written() if self._is_shared else [], self._client.find(self.url)
+        uploaded = self.written() if self._is_shared else []
         names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
         data = [name for name in names if not commit.is_fixed(name)]
         parts, fixed = [*data, *uploaded], sorted(filter(commit.is_fixed, names))
         if not self._is_shared:
             self.begin(new=new, data=data)
         try:
+            found = self._found(new)
             self._send(staged, data, meter)
             there = self._commit(staged, fixed, parts, new, meter)
         except BaseException:
-            with suppress(StorageError):
-                if self._has_begun:  # others may count on what is there; so it names itself unfinished
-                    self._put_marker(data)
-                else:
-                    self._delete([*parts, self.marker])
+            begun, self.marker = self.marker, commit.new_marker(commit.time_of(self.marker) - 1)
+            with suppress(StorageError):  # of another name, which removers have not listed; the first may be gone
+                self._put_marker(data)
+            if not self._has_begun:  # else others may count on what is there
+                with suppress(StorageError):
+                    self._delete([*parts, begun])
+                    self._delete([self.marker])
             raise
         with commit.after_commit(self.url):
             if found is not None:
@@ -156,6 +159,13 @@ class Upload:
         self.delete_harmless(self.marker)
         if not new:
             commit.remove_arrays_beside(self.url)
+
+    def _found(self, new: bool) -> Stat | None:
+        """Return the object of this name, once the marker is there: one of two new saves sees the other."""
+        found = self._client.find(self.url)
+        if new and found is not None and found.size:  # an empty one is no checkpoint
+            raise lost(self.url)
+        return found
 
     def _commit(self, staged: str, fixed: list[str], parts: list[str], new: bool, meter: Meter) -> Files:
         """Replace the files that other saves have, too, and commit them with the parts; return all that is there."""
@@ -185,10 +195,9 @@ class Upload:
         # The first file decides who writes.
         for group in [indexes, rest] if switches else [rest[:1], rest[1:], indexes]:
             in_parallel(put, group, AT_ONCE)
-        there = self._check(parts)
-        if switches:
-            return there
-        self._put_commit_file(ABSENT)
+        if not switches:
+            self._check(parts)
+            self._put_commit_file(ABSENT)
         try:
             return self._check(parts)
         except (ConflictError, ConcurrentWriteError):  # another writer has begun to replace files just before
