@@ -151,7 +151,7 @@ def read_found(
         except Exception as error:
             if not _has_changed(found, before, error, checkpoint_dir):
                 if not found.named and isinstance(error, foreign.UNUSABLE):
-                    _add_older_step(error, directory, found.location)
+                    _add_older_step(error, checkpoint_dir, found.location)
                 raise
             if found.named and not is_there(found.location):
                 raise removed_error(found.location) from error
@@ -165,9 +165,10 @@ def read_found(
     return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root, lists_denied=step is not None)
 
 
-def _add_older_step(error: errors.CheckpointError, directory: Directory, path: Location) -> None:
-    """Add to the error of the latest step which older one looks complete."""
-    with suppress(ChangedError, errors.CheckpointError, OSError):
+def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
+    """Add to the error of the latest step which older one looks complete, in a look of its own: others may be gone."""
+    with suppress(errors.CheckpointError, OSError):
+        directory = Directory(checkpoint_dir, tolerant=True)
         if older := directory.newest(lambda found: found.is_complete and found.location != path):
             sentence = f"The newest other one that looks complete is {older.name}: pass step={older.text}."
             errors.add_sentence(error, sentence)
