@@ -158,12 +158,15 @@ class Client:
         with io.BytesIO(data) if isinstance(data, bytes) else open(data, "rb") as file:
             try:
                 return self.write(url, file, version, meter)
-            except (ConflictError, FileNotFoundError) as error:
+            except (StorageError, FileNotFoundError) as error:
                 # A second try is answered so where the first one succeeded, and its answer was lost.
-                with suppress(FileNotFoundError):  # another writer removes it
-                    if (found := self._version_if_written(url, file)) is not None:
+                is_answer = isinstance(error, (ConflictError, FileNotFoundError)) or version is not None
+                with suppress(StorageError, FileNotFoundError):
+                    if is_answer and (found := self._version_if_written(url, file)) is not None:
                         return found
-                raise replaced(url) from error
+                if version and isinstance(error, FileNotFoundError):  # how S3 answers to a condition
+                    raise replaced(url) from error
+                raise
 
     def _version_if_written(self, url: str, file: BinaryIO) -> str | None:
         """Return the version of an object with this content: a try whose answer was lost has written it."""
@@ -222,7 +225,7 @@ class Client:
                 if doing == "read" and _status_of(error) == _OUT_OF_RANGE:
                     return b""  # type: ignore[return-value]
                 # Another program may have renewed the credentials in their file.
-                if is_last or not re.search(_EXPIRED, f"{type(error).__name__}: {error}"):
+                if is_last or not _has_expired(error):
                     raise self.translated(error, url, doing) from error
                 self._connected = None, None
         raise AssertionError
@@ -264,7 +267,7 @@ class OpenedObject(Source):
 
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"
 _NO_BUCKET = r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName"
-_MISSING, _OUT_OF_RANGE, _LONG_URL = 404, 416, 1000
+_NO_WORD, _MISSING, _OUT_OF_RANGE, _LONG_URL = 400, 404, 416, 1000
 _CONFLICTS = (409, 412)  # another version, or another writer at this moment
 
 
@@ -281,3 +284,8 @@ def _status_of(error: BaseException) -> int:
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
     found = str(getattr(error, "status_code", None) or getattr(error, "code", None))  # of Azure, of gcsfs
     return int(found) if found.isdigit() else 0
+
+
+def _has_expired(error: Exception) -> bool:
+    """Return whether a store says that the credentials have expired; to HEAD, S3 answers 400 without a word."""
+    return bool(re.search(_EXPIRED, f"{type(error).__name__}: {error}")) or _status_of(error) == _NO_WORD
