@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._suggest import layouts, match_unused
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
-from flax_ckpt_compat._suggest.layouts import ProposedRule, either, numbers_of, plain, rename
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
 
@@ -228,7 +229,7 @@ def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own:
         return "^" if strangers else ""
     like = unnumbered(path)
     many = sum(unnumbered(home) == like for home in homes) > 1
-    shown = [numbers_of((name,)) if many else literal(name) for name in path]
+    shown = [_counted(name) if many else literal(name) for name in path]
     for count in range(1, len(path)):
         if not any(other[-count:] == like[-count:] for other in strangers):
             return f"({'/'.join(shown[-count:])})/"
@@ -236,3 +237,8 @@ def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own:
     above = {path[0]} | (above & MOMENTS)
     first = f"(?:{either(above)})" if len(above) > 1 else literal(path[0])
     return f"({'/'.join([first, *shown[1:]])})/"
+
+
+def _counted(name: str) -> str:
+    found = numbered(name)  # by its last number alone: others tell rows apart
+    return rf"{literal(found[0])}\d+" if found else literal(name)

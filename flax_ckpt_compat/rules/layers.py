@@ -36,7 +36,7 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
 
     def row(place: Path, nodes: Nodes) -> list[Path]:
         numbers = {path: int(match[1]) if (match[1] or "").isdecimal() else -1 for path, match in nodes.items()}
-        if sorted(numbers.values()) != [*range(first, first + len(nodes))]:
+        if min(numbers.values()) < 0 or sorted(numbers.values()) != [*range(first, first + len(nodes))]:
             found = one_line(match[1] or "none" for match in nodes.values())
             raise misfit(place, f"has numbers {found}, expected consecutive ones from first={first} on")
         return sorted(nodes, key=lambda path: numbers[path])
