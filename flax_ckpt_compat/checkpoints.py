@@ -217,7 +217,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = saved_steps.in_one_listing(checkpoint_dir, saved_steps.latest_of)
-    return None if found is None else os.path.join(ckpt_dir, os.path.dirname(prefix), found.name)
+    return None if found is None else os.path.join(saved_steps.shown_directory(ckpt_dir, prefix), found.name)
 
 
 def available_steps(
@@ -283,7 +283,8 @@ def _checkpoint_path_step(path: str) -> float | None:
 def _all_checkpoints(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[str]:
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = saved_steps.in_one_listing(checkpoint_dir, saved_steps.all_of)
-    return [os.path.join(ckpt_dir, os.path.dirname(prefix), entry.name) for entry in found]
+    shown = saved_steps.shown_directory(ckpt_dir, prefix)
+    return [os.path.join(shown, entry.name) for entry in found]
 
 
 if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any misspelt name

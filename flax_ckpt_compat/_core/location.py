@@ -63,7 +63,7 @@ def normal(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Return the local path of a ``file://`` URL, of this machine alone; return any other path unchanged."""
+    """Return the local path of a ``file://`` URL, of this machine alone, or any other path; refuse what was a URL."""
     if _MANGLED.match(path):
         message = f"{path}: pathlib made this of a URL; pass the URL as text, or as an etils.epath.Path"
         raise StorageError(message, path=path)

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import steps
@@ -47,14 +46,18 @@ class CheckpointDir:
     def listed(self, where: Location | None = None) -> CheckpointDir:
         """Return this directory with a listing of its own, or that of a location above it; see `Location.listed`."""
         listing = (where or self.directory).listed().listing
-        root, directory = (one.with_listing(listing) for one in (self.root, self.directory))
-        return CheckpointDir(root, self.given_prefix, directory)
+        return CheckpointDir(self.root.with_listing(listing), self.given_prefix, self.directory.with_listing(listing))
+
+
+def shown_directory(ckpt_dir: str | os.PathLike[str], prefix: str) -> str:
+    """Return the directory to which a prefix leads as the caller wrote it, for returned paths."""
+    return os.path.join(ckpt_dir, head) if (head := os.path.dirname(prefix)) else os.fspath(ckpt_dir)
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     """Resolve a caller's directory and prefix; raise StorageError for a URL of an unsupported scheme."""
     head, tail = os.path.split(prefix)
-    path = os.path.join(ckpt_dir, head) if head else ckpt_dir
+    path = shown_directory(ckpt_dir, prefix)
     # ".." out of a symlinked directory can only be resolved by the file system.
     directory = resolved(path) if os.pardir in head.split(os.sep) else of_text(path)
     if tail and directory.is_remote:
@@ -261,9 +264,10 @@ def in_one_listing(
     The last listing is tolerant: with that, ``look`` raises none. All look-ups and reads retry here alone."""
     where = root or checkpoint_dir.directory  # in a store one listing of the root, which may be above, tells
     for rest in reversed(range(ROUNDS)):
-        with suppress(ChangedError):
+        try:
             return look(Directory(checkpoint_dir.listed(where), tolerant=not rest, lists_denied=lists_denied))
-        where = where.unlisted()
+        except ChangedError:
+            where = where.unlisted()
     raise AssertionError
 
 

@@ -150,7 +150,7 @@ def finished(pairing: Pairing, state: State) -> State:
                 kept = [path for path in have if have[path] == KEPT and path[: len(at)] == at]
                 if begun := [path for path in kept if MOMENTS.intersection(path)]:
                     step = dataclasses.replace(step, reason=f"{step.reason}; initial values: {listed(begun)}")
-                    tried.steps = (*state.steps, step)
+                    tried = dataclasses.replace(tried, steps=(*state.steps, step))
                 state = tried if tried.matched >= state.matched else state
                 break
         else:

@@ -57,7 +57,7 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         [(1, True), (2, True)]
     """
     checkpoint_dir = saved_steps.checkpoint_dir(as_text(directory), as_text(prefix, "prefix"))
-    shown = os.path.join(directory, os.path.dirname(prefix))
+    shown = saved_steps.shown_directory(directory, prefix)
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)

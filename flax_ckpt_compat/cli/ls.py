@@ -51,7 +51,7 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     Exit code 2 if DIRECTORY cannot be listed.
     """
     checkpoint_dir = saved_steps.checkpoint_dir(directory, prefix)
-    top = os.path.join(directory, head) if (head := os.path.dirname(prefix)) else directory
+    top = saved_steps.shown_directory(directory, prefix)
     denied: list[StorageError] = []
     others: list[str] = []
     if recursive and checkpoint_dir.directory.isdir():

@@ -79,7 +79,8 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
             new = (*(slice(None),) * at, slice(length, None))
             part = np.asarray(fill)[new]  # of the target's, only the padding is used
             part = part if part.dtype == dtype else _checked_cast(part, dtype, f"{what}: the target's own array")
-            result[new], result[tuple(map(slice, old))] = part, stored
+            result[new] = part
+            result[tuple(map(slice, old))] = stored
             return result
 
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
@@ -378,7 +379,8 @@ def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
 
 def _targets_own(own: Node, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the target's array, which must have this shape, this kind of dtype and local values."""
-    found, kind = "abstract" if hasattr(own, "shape") else "not an array", _kind_of(dtype)
+    kind = _kind_of(dtype)
+    found = "abstract" if hasattr(own, "shape") else "not an array"
     if isinstance(own, np.ndarray) or (is_jax_array(own) and own.is_fully_addressable):
         found = f"{own.dtype}{list(own.shape)}"
         if tuple(own.shape) == shape and (_kind_of(np.dtype(own.dtype)) == kind if kind else own.dtype == dtype):

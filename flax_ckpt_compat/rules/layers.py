@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,8 +36,8 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         raise TransformError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
     def row(place: Path, nodes: Nodes) -> list[Path]:
-        numbers = {path: int(match[1]) if (match[1] or "").isdecimal() else -1 for path, match in nodes.items()}
-        if min(numbers.values()) < 0 or sorted(numbers.values()) != [*range(first, first + len(nodes))]:
+        numbers = {path: int(match[1]) if (match[1] or "").isdecimal() else math.inf for path, match in nodes.items()}
+        if sorted(numbers.values()) != [*range(first, first + len(nodes))]:
             found = one_line(match[1] or "none" for match in nodes.values())
             raise misfit(place, f"has numbers {found}, expected consecutive ones from first={first} on")
         return sorted(nodes, key=lambda path: numbers[path])

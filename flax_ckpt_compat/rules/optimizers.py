@@ -216,7 +216,8 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
         for node in (old, own)
     )
     if bool(there) == bool(here):
-        where, shown = "both states have" if here else "neither state has", show_path(part)
+        where = "both states have" if here else "neither state has"
+        shown = show_path(part)
         raise TransformError(f"{where} {shown} below its moments, so it is neither taken away nor added", leaf=shown)
 
     def new_paths(path: Path) -> list[Path]:

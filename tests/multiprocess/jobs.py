@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import flax
@@ -282,18 +282,22 @@ def barrier(name: str) -> None:
     client.wait_at_barrier(f"{name} {next(_numbers)}", 20_000)
 
 
-@contextmanager
-def before(orbax: bool, method: str, first: Callable[[], Any]) -> Iterator[None]:
+def before(orbax: bool, method: str, first: Callable[[], Any]) -> AbstractContextManager[None]:
     """Calls something before each call of a method of the format's backend, in this process."""
-    backend = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    own = getattr(backend, method)
+    return before_each(backend_for(Format.ORBAX if orbax else Format.MSGPACK), method, first)
+
+
+@contextmanager
+def before_each(holder: Any, name: str, first: Callable[[], Any]) -> Iterator[None]:
+    """Calls something before each call of a function that a module, class or object has, in this process."""
+    own = getattr(holder, name)
 
     def called(*args: Any) -> Any:
         first()
         return own(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, method, called)
+        patch.setattr(holder, name, called)
         yield
 
 

@@ -7,8 +7,8 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,19 @@ from flax_ckpt_compat._save.coordination import KeyValueStore
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat.errors import CheckpointError
 from tests.multiprocess import jobs
-from tests.multiprocess.jobs import as_abstract, barrier, before, count, mesh, names, put, save_small, small, use
+from tests.multiprocess.jobs import (
+    as_abstract,
+    barrier,
+    before,
+    before_each,
+    count,
+    mesh,
+    names,
+    put,
+    save_small,
+    small,
+    use,
+)
 from tests.support.logs import warnings_logged
 from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
@@ -47,21 +59,11 @@ def save_late(folder: str, orbax: bool, step: int) -> None:
         save_small(folder, orbax, step, None, 1)
 
 
-@contextmanager
-def _late(orbax: bool, wait: Callable[[], None]) -> Iterator[None]:
+def _late(orbax: bool, wait: Callable[[], None]) -> AbstractContextManager[None]:
     """Calls this when all is there that the values of the arrays are going to be written to."""
     name = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if orbax else "flax_ckpt_compat.legacy.gda_write"
     module: Any = importlib.import_module(name)
-    holder, attribute = (module.Database, "submit") if orbax else (module, "_write_chunks")
-    own = getattr(holder, attribute)
-
-    def opened(*args: Any) -> Any:
-        wait()
-        return own(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, attribute, opened)
-        yield
+    return before_each(*((module.Database, "submit") if orbax else (module, "_write_chunks")), wait)
 
 
 def save_without_descriptors(folder: str, orbax: bool, step: int) -> None:

@@ -40,6 +40,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     ({"layer_1": {"w": count((2,))}}, STACK, "numbers 1, expected consecutive ones from first=0"),
     ({"layer_0": {"w": count((2,))}, "layer_00": {"w": count((2,))}}, STACK, "numbers 0, 00, expected"),
     ({"a/b": {"layer_a": {"w": count((1,))}}}, rules.stack("layer_(.)", "x"), r"a\\/b has numbers a, expected"),
+    ({"layer_0": {"w": count((1,))}, "layer_a": {"w": count((1,))}}, rules.stack("layer_(.)", "x", first=-1), "0, a"),
     (layers({"w": count((1,))}, {"w": count(())}), rules.stack(r"layer_(\d)", "x", axis=1), "layer_1/w is .*no axis 1"),
     (SMALL, STACK, "matches nothing"),
     ({"x": {"a": count((2,)), "b": count((3,))}}, rules.unstack("x", "x_{}"), "x/a: 2, x/b: 3"),

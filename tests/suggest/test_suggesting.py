@@ -421,6 +421,15 @@ def test_numbers_in_names_are_whole() -> None:
     assert verdict(Case("dots", {"params": old}, {"params": new}))[0] == "certain right"
 
 
+def test_rows_beside_a_renamed_one_keep_their_names() -> None:
+    """A row is told by all numbers in its name but the last."""
+    old = {f"b{row}_{n}": {"a": _A(3, 3), "n": _A(3)} for row in range(2) for n in range(4)}
+    new = {name: {"zz" if name[1] == "1" else "a": layer["a"], "n": layer["n"]} for name, layer in old.items()}
+    found, suggestion, _ = verdict(Case("rows", {"params": old}, {"params": new}))
+    assert found.endswith("right") and suggestion is not None
+    assert [step.rule.source for step in suggestion.steps] == [r"rules.rename(r'(params/b1_\d+)/a', r'\1/zz')"]
+
+
 def test_names_with_dots_that_are_right_stay() -> None:
     """Where the target has them, too, and something else is new, nothing is nested."""
     flat = {"a.kernel": _A(3, 4), "a.bias": _A(4), "b.kernel": _A(4, 5)}

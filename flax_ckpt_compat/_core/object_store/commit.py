@@ -77,14 +77,20 @@ def _is_expired(marker: str) -> bool:
     return time.time() - time_of(marker) > EXPIRES_AFTER
 
 
+def object_at(url: str, *, new: bool) -> Stat | None:
+    """Return the object of a name, or None; with ``new``, raise ConcurrentWriteError if it is a checkpoint."""
+    found = client_for(url).find(url)
+    if new and found is not None and found.size:  # an empty one is none
+        raise lost(url)
+    return found
+
+
 def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> None:
     """Upload a msgpack file, and remove a folder of its name; with ``new``, nothing is replaced.
 
     Raise ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
     client = client_for(url)
-    there = client.find(url) if new else None
-    if there is not None and there.size:  # an empty object is no checkpoint
-        raise lost(url)
+    there = object_at(url, new=True) if new else None
     # What is committed beside the object after this list is newer: it counts, and stays.
     hidden = client.list(url) if client.shares_names and not new else {}
     try:

@@ -31,7 +31,7 @@ from flax_ckpt_compat._core.object_store.commit import AT_ONCE, Files, lost
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import Location, Stat
+from flax_ckpt_compat._core.storage import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _ROUNDS, _PAUSE = 8, 0.5  # of a writer to which others give way, and seconds between them
@@ -139,7 +139,8 @@ class Upload:
         if not self._is_shared:
             self.begin(new=new, data=data)
         try:
-            found = self._found(new)
+            # Looked for once the marker is there: one of two new saves sees the other.
+            found = commit.object_at(self.url, new=new)
             self._send(staged, data, meter)
             there = self._commit(staged, fixed, parts, new, meter)
         except BaseException:
@@ -159,13 +160,6 @@ class Upload:
         self.delete_harmless(self.marker)
         if not new:
             commit.remove_arrays_beside(self.url)
-
-    def _found(self, new: bool) -> Stat | None:
-        """Return the object of this name, once the marker is there: one of two new saves sees the other."""
-        found = self._client.find(self.url)
-        if new and found is not None and found.size:  # an empty one is no checkpoint
-            raise lost(self.url)
-        return found
 
     def _commit(self, staged: str, fixed: list[str], parts: list[str], new: bool, meter: Meter) -> Files:
         """Replace the files that other saves have, too, and commit them with the parts; return all that is there."""
