@@ -15,6 +15,7 @@ from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, fl
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up
 
 _MAX_PAIRS = 900
+_ROWS = ((2,), (3,))  # numbers of rows that may be arrays with names of their own: gate and up, key and value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Gap:
         """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
+            yield from self._axes()
             yield from self._levels()
             for old, new in self._aligned():
                 yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
@@ -119,6 +121,12 @@ class Gap:
             for name, node in others.items() if found else ():
                 for size in layouts.sizes(self.memo.contents(node)):
                     likely.setdefault(size, []).append(name)
+            shorter: dict[int, list[LayerRow]] = {}  # rows of which each node may hold several layers, by their number
+            lengths = {len(row.nodes) for row in found}
+            for short in self._rows_in(others) if found else ():
+                for length in lengths:
+                    if length > len(short.nodes) and length % len(short.nodes) == 0:
+                        shorter.setdefault(length, []).append(short)
             known: dict[object, dict[str, layouts.Form]] = {}  # in natural order, by a row's contents and number
             for row in found:
                 if len(set(map(self.memo.print, row.nodes))) != 1:
@@ -133,12 +141,42 @@ class Gap:
                 if forms:
                     name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
                     self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
-                    yield (layouts.stacked if stacking else layouts.unstacked)(row, name, forms[name])
+                    # Everywhere, or only below the name of this branch, where layers of other branches stay apart.
+                    for above in ("", *(f"{last}/" for last in self.path[-1:])):
+                        layers = dataclasses.replace(row, stem=above + row.stem)
+                        yield (layouts.stacked if stacking else layouts.unstacked)(layers, above + name, forms[name])
+                    continue
+                for short in shorter.get(len(row.nodes), ()):
+                    part = dataclasses.replace(row, nodes=row.nodes[: len(row.nodes) // len(short.nodes)])
+                    form = layouts.form_of(part, layer, self.memo.contents(short.nodes[0]))
+                    if form and len(set(map(self.memo.print, short.nodes))) == 1:
+                        yield layouts.interleaved(row, short, form.axis, stacking=stacking)
         for name in [name for name in self.gone if name in self.new]:
             ours, theirs = self.memo.contents(self.gone[name]), self.memo.contents(self.new[name])
             if steps := layouts.regrouped(name, ours, theirs):
                 self._take([name], [name])
                 yield steps
+
+    def _rows_in(self, children: dict[str, Node]) -> list[LayerRow]:
+        """Return the rows among children, and those one level below."""
+        below = {
+            f"{name}/{inner}": node
+            for name, child in children.items()
+            if isinstance(child, Branch)
+            for inner, node in child.children.items()
+        }
+        return layouts.rows({**children, **below})
+
+    def _axes(self) -> Iterator[list[ProposedRule]]:
+        """Yield the rules for an array of which the other side has each row under a name of its own."""
+        for ones, others, stacking in ((self.new, self.gone, True), (self.gone, self.new, False)):
+            for name, (shape, kind) in [(name, look(leaf)) for name, leaf in ones.items()]:
+                leaves = {other: flatten(others[other]) for other in natural(others)} if shape[:1] in _ROWS else {}
+                parts = {one: joined((one, *path)) for one, of in leaves.items() for path in of if len(of) == 1}
+                parts = {one: path for one, path in parts.items() if [*leaves[one].values()] == [(shape[1:], kind)]}
+                if parts and len(parts) == shape[0]:
+                    self._take(*((parts, [name]) if stacking else ([name], parts)))
+                    yield layouts.named_rows(name, list(parts.values()), stacking=stacking)
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""

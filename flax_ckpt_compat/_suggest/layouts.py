@@ -117,6 +117,35 @@ def unstacked(new: LayerRow, name: str, form: Form) -> list[ProposedRule]:
     return [*_grouped(name, form, rules.merge_axes), ProposedRule(rule, reason, form.doubt)]
 
 
+def interleaved(many: LayerRow, stacks: LayerRow, axis: int, *, stacking: bool) -> list[ProposedRule]:
+    """Return the rules between a row and a shorter one, of stacks that hold every n-th layer each."""
+    every, first = len(stacks.nodes), stacks.names[0]
+    reason = f"{first} has an axis of {len(many.nodes) // every}, there are {len(many.nodes)} {many.stem}…"
+    doubt = f"the shapes do not tell whether {first} holds one layer in {every} or neighbours"
+    places = [f"{stacks.names[n % every]}/{n // every}" for n in range(len(many.nodes))]
+    given = _given(axis=axis)
+    if stacking:
+        steps = [rules.stack(rf"{literal(name)}/(\d+)", name, **given) for name in stacks.names]
+        return [_moved(many.names, places, reason), *(ProposedRule(step, reason, doubt) for step in steps)]
+    steps = [rules.unstack(literal(name), f"{name}/{{}}", **given) for name in stacks.names]
+    return [*(ProposedRule(step, reason, doubt) for step in steps), _moved(places, many.names, reason)]
+
+
+def named_rows(array: str, names: list[str], *, stacking: bool) -> list[ProposedRule]:
+    """Return the rules between an array and those that hold one of its rows each, under names of their own."""
+    reason = f"they are as large as the {len(names)} rows of {array}"
+    doubt = f"nothing says which of {', '.join(names)} is the first row of {array}"
+    places = [f"{array}_{n}" for n in range(len(names))]
+    if stacking:
+        step = rules.stack(rf"{literal(array)}_(\d+)", array)
+        return [_moved(names, places, reason), ProposedRule(step, reason, doubt)]
+    return [ProposedRule(rules.unstack(literal(array), f"{array}_{{}}"), reason, doubt), _moved(places, names, reason)]
+
+
+def _moved(olds: Sequence[str], news: Sequence[str], reason: str) -> ProposedRule:
+    return rename({literal(old): plain(new) for old, new in zip(olds, news, strict=True)}, reason)
+
+
 def regrouped(name: str, old: Contents, new: Contents) -> list[ProposedRule]:
     """Return the rule that divides the layers of a stack into groups, or joins its groups."""
     for one, other, rule in ((old, new, rules.split_axis), (new, old, rules.merge_axes)):

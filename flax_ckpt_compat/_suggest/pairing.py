@@ -153,7 +153,9 @@ class Pairing:
     ) -> Iterator[tuple[Path, Branch, Branch]]:
         """Yield the branches of both trees that are paired and differ, the outer ones first."""
         yield path, stored, target
-        prints = [{*map(self.memo.print, tree.children.values())} for tree in (stored, target)] if path else []
+        sides = [{name: self.memo.print(child) for name, child in one.children.items()} for one in (stored, target)]
+        # Of the children that are not as they were; a tower is none that moved because another one is like it.
+        prints = [{one[name] for name in one if one[name] != other.get(name)} for one, other in (sides, sides[::-1])]
         for name, child in stored.children.items():
             other = target.children.get(name)
             if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):

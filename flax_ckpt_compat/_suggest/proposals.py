@@ -81,8 +81,10 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
         names, pattern = {path[-1] for path in boxed}, ""
         everywhere = [sum(path[-1:] == ("value",) for path in tree) / max(len(tree), 1) for tree in (inner, outer)]
         if everywhere[1] < 1 and len(names) == 1 and not any(path in inner for path in outer if path[:-1] in inner):
-            others = (path for path in inner if (*path, *names) not in outer)
+            others, tops = [path for path in inner if (*path, *names) not in outer], {path[0] for path in boxed}
             pattern = pattern_of([path[:-1] for path in boxed], others, 2)
+            if not pattern and tops.isdisjoint(path[0] for path in others):
+                pattern = f"^(?:{either(tops)})/.*"
         if not pattern and everywhere[0] < 0.5 and everywhere[1] > 0.9:
             pattern, names = "[^/]+", {"value"}
         for name in names if pattern else ():

@@ -287,6 +287,10 @@ CONVS = [{"kernel": _A(3, 3, 4, 4), "bias": _A(4)} for _ in range(3)]
 NORMS = [{"scale": _A(4), "bias": _A(4)} for _ in range(3)]
 CONVS_NORMS = {f"{name}_{n}": one for name, all_ in (("convs", CONVS), ("norms", NORMS)) for n, one in enumerate(all_)}
 AMSGRAD = {**_state(TWO)["opt_state"]["0"], "nu_max": _fresh({**TWO, **TABLE})}
+FROM_0 = {f"layer_{n}": mapped(lambda x: x + 1, layer) for n, layer in enumerate(DENSE)}
+THIRDS = {"layers": {f"block_{n}": stacked(DENSE[n::3], 0) for n in range(3)}}
+PLACES = {f"layer_{n}": f"layers/block_{n % 3}/{n // 3}" for n in range(12)}
+GATES = _A(2, 6, 7)
 # Old and new state, the rules, and what is uncertain: nothing, or part of a doubt or comment.
 REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     "layers into a backbone beside their head": (
@@ -362,6 +366,38 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
         {"params": CONVS_NORMS},
         {"params": {"blocks": {str(n): {"conv": CONVS[n], "norm": NORMS[n]} for n in range(3)}}},
         [r"rules.rename(r'convs_(\d+)', r'blocks/\1/conv')", r"rules.rename(r'norms_(\d+)', r'blocks/\1/norm')"], "",
+    ),
+    "boxes around parameters alone": (
+        _state(TWO), {**_state(TWO), "params": mapped(lambda x: {"value": x}, {**TWO, **TABLE})},
+        [r"rules.rename('(^(?:params)/.*)$', r'\1/value')"], "",
+    ),
+    "one of two towers that is scanned": (
+        _state({"img": NUMBERED, "txt": FROM_0}), _state({"img": STACK, "txt": FROM_0}),
+        [r"rules.stack(r'img/layer_(\d+)', 'img/layers')"], "",
+    ),
+    "one of two towers that is unrolled": (
+        _state({"img": STACK, "txt": {"net": STACK["layers"]}}), _state({"img": NUMBERED, "txt": {"net": STACK["layers"]}}),
+        ["rules.unstack('layers', 'layer_{}')"], "",
+    ),
+    "stacks of every third layer": (
+        _state(NUMBERED), _state(THIRDS), [f"rules.rename({PLACES})", *(
+            rf"rules.stack(r'layers/block_{n}/(\d+)', 'layers/block_{n}')" for n in range(3))],
+        "holds one layer in 3 or neighbours",
+    ),
+    "every third layer in a stack": (
+        _state(THIRDS), _state(NUMBERED), [*(
+            f"rules.unstack('layers/block_{n}', 'layers/block_{n}/{{}}')" for n in range(3)),
+            f"rules.rename({ {new: old for old, new in PLACES.items()} })"],
+        "holds one layer in 3 or neighbours",
+    ),
+    "rows that get names": (
+        _state({"gating": GATES}), _state({"gate": {"kernel": GATES[0]}, "up": {"kernel": GATES[1]}}),
+        ["rules.unstack('gating', 'gating_{}')", "rules.rename({'gating_0': 'gate/kernel', 'gating_1': 'up/kernel'})"],
+        "is the first row of gating",
+    ),
+    "names that become rows": (
+        _state({"k": GATES[0], "v": GATES[1]}), _state({"kv": GATES}),
+        ["rules.rename({'k': 'kv_0', 'v': 'kv_1'})", r"rules.stack(r'kv_(\d+)', 'kv')"], "is the first row of kv",
     ),
 }  # fmt: skip
 
