@@ -16,7 +16,7 @@ from flax.training import train_state
 
 from flax_ckpt_compat import checkpoints, config, errors, restore, save
 from tests.support.samples import fingerprint
-from tests.support.saves import names, run_python, save_items, tree, use_flag
+from tests.support.saves import run_python, save_items, tree, use_flag
 
 STORED = {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, np.int8)}
 OTHER_SHAPE = {"a": np.zeros(4, np.float32), "b": np.zeros(2, np.int8)}
@@ -67,21 +67,6 @@ def test_directories_of_real_orbax(tmp_path: Path) -> None:
     assert restored.keys() == {"state", "ema", "note"} and restored["note"] == {"k": [1]}
     assert fingerprint(restore(tmp_path / "3" / "state")) == fingerprint(restored["state"])
     assert isinstance(restored["state"]["l"], list)
-
-
-@pytest.mark.parametrize("path", ["nowhere", ".", "checkpoint_9", "file/below"])
-def test_nothing_there_is_an_error(tmp_path: Path, path: str) -> None:
-    """No directory, an empty one, no such checkpoint: an error of the kinds that callers catch; or the target."""
-    (tmp_path / "file").touch()
-    for given in (None, STORED):
-        with pytest.raises(errors.CheckpointNotFoundError) as caught:
-            restore(tmp_path / path, given)
-        assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value, ValueError)
-        assert str(tmp_path) in str(caught.value)
-        assert restore(tmp_path / path, given, must_exist=False) is given
-    with pytest.raises(errors.CheckpointNotFoundError):
-        restore(tmp_path / path, step=1, must_exist=False)
-    assert names(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import flax
+import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import ArgumentError, SettingError
-from tests.support.saves import run_python, start_python, use_flag
+from tests.support.saves import start_python, use_flag
 
 PRINT = "from flax_ckpt_compat import config; print(config.current())"
 
@@ -72,42 +74,56 @@ def test_what_was_set_stands_over_other_defaults() -> None:
         assert config.current() == config.Settings(dtype="target", must_exist=True)
 
 
-@pytest.mark.parametrize(
-    "choice", ["missing_leaves", "shape_mismatch", "kind_mismatch", "dtype", "structure", "must_exist", "mapped"]
-)
-def test_none_is_a_value_of_compression_only(choice: str) -> None:
-    """Setting another to None is an error, not a way to unset it; compression=None is a set value."""
-    with pytest.raises(SettingError):
-        config.update(**{choice: None})
-    config.update(compression=None)
-    with config.defaults(config.Settings(compression="zstd")):
-        assert config.compression is None
+NEVER_NONE = {*config.Settings.__slots__} - {"compression", "progress"}
+NO_SECONDS = (True, False, 0, -1.0, np.inf, np.nan, "3")  # one second would end every save of several processes
+UPDATES: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    *(((), {name: None}, f"{name} takes") for name in sorted(NEVER_NONE)),
+    *(((), {"coordination_timeout": value}, "a positive number of seconds") for value in NO_SECONDS),
+    ((), {"missing_leaves": "kepe"}, "missing_leaves takes "),
+    ((), {"must_exist": "yes"}, "must_exist takes "),
+    ((), {"missing_leave": "ignore"}, "the settings are .*missing_leaves"),
+    ((), {"must_exists": True}, r"did you mean 'must_exist'\?"),
+    (("must_exits", True), {}, r"did you mean 'must_exist'\?"),
+    *(
+        (words, {}, "a setting's name and its value")
+        for words in (("must_exist",), ("dtype", True, 1), (True, "dtype"))
+    ),
+]
 
 
-@pytest.mark.parametrize("change", [{"missing_leave": "ignore"}, {"missing_leaves": "kepe"}, {"must_exist": "yes"}])
-def test_mistakes_are_refused(change: dict[str, str]) -> None:
+@pytest.mark.parametrize(("words", "changes", "told"), UPDATES)
+def test_mistakes_are_refused(words: tuple[Any, ...], changes: dict[str, Any], told: str) -> None:
     """An unknown setting or value is an error that lists what there is, and changes nothing."""
-    with pytest.raises(SettingError, match=r"the settings are .*missing_leaves|takes "):
-        config.update(**change)
-    with pytest.raises(SettingError), config.override(**change):
-        pass
+    with pytest.raises(SettingError, match=told):
+        config.update(*words, **changes)
+    if changes:
+        with pytest.raises(SettingError, match=told), config.override(**changes):
+            pass
     assert config.current() == config.Settings()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("MUST_EXIST", "1", "must_exist=True"),
-        ("MUST_EXIST", "False", "must_exist=False"),
-        ("MISSING_LEAVES", " Ignore ", "missing_leaves='ignore'"),
-        ("COMPRESSION", "none", "compression=None"),
-        ("COMPRESSION", "zstd", "compression='zstd'"),
-        ("CHECKSUMS", "off", "checksums='off'"),
-    ],
-)
-def test_the_environment(name: str, text: str, expected: str) -> None:
-    """Environment variables set the process's defaults, in any case."""
-    assert expected in run_python(PRINT, **{f"FLAX_CKPT_COMPAT_{name}": text})[0]
+@pytest.mark.parametrize(("name", "value"), [("must_exist", True), ("compression", "zstd"), ("compression", None)])
+def test_update_as_flax_spells_it(name: str, value: object) -> None:
+    """update takes a name and a value, too, as Flax's own config.update does; None is a value of compression."""
+    config.update(name, value)
+    with config.defaults(config.Settings(compression="zstd")):
+        assert getattr(config, name) is value
+
+
+def test_the_environment() -> None:
+    """Environment variables set the process's defaults, in any case; what is empty or unknown has no effect.
+
+    An unknown one is logged with the nearest name."""
+    variables = {"MISSING_LEAVES": " Ignore ", "MUST_EXIST": "1", "COMPRESSION": "none", "CHECKSUMS": "off"}
+    more = {"MAPPED": "False", "DTYPE": "", "STRUCTURE": " ", "MISSING_LEAFS": "keep", "OF_SOMETHING_ELSE": "1"}
+    process = start_python(PRINT, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in (variables | more).items()})
+    out, err = process.communicate(timeout=60)
+    expected = config.Settings(missing_leaves="ignore", must_exist=True, compression=None, checksums="off")
+    assert (process.returncode, out.strip()) == (0, repr(expected))
+    mistyped, foreign = err.strip().splitlines()
+    assert "FLAX_CKPT_COMPAT_MISSING_LEAFS" in mistyped
+    assert "did you mean 'missing_leaves'?" in mistyped
+    assert "FLAX_CKPT_COMPAT_OF_SOMETHING_ELSE" in foreign and "dtype" in foreign
 
 
 def test_a_mistake_in_the_environment() -> None:
@@ -119,50 +135,18 @@ def test_a_mistake_in_the_environment() -> None:
     assert err.rstrip().endswith(message)
 
 
-def test_unknown_and_empty_variables() -> None:
-    """An empty variable counts as not set; an unknown one is logged with the nearest name, and has no effect."""
-    variables = {"DTYPE": "", "MUST_EXIST": " ", "MISSING_LEAFS": "keep", "OF_SOMETHING_ELSE": "1"}
-    process = start_python(PRINT, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in variables.items()})
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.strip() == repr(config.Settings())
-    mistyped, foreign = err.strip().splitlines()
-    assert "FLAX_CKPT_COMPAT_MISSING_LEAFS" in mistyped
-    assert "did you mean 'missing_leaves'?" in mistyped
-    assert "FLAX_CKPT_COMPAT_OF_SOMETHING_ELSE" in foreign and "dtype" in foreign
-
-
 @pytest.mark.parametrize("name", config.Settings.__slots__)
 def test_settings_are_attributes(name: str) -> None:
-    """config.NAME is the value in force; assigning to it is refused, with the call that works."""
+    """config.NAME is the value in force; assigning to it, or to a mistyped name, is refused, with what works."""
     assert getattr(config, name) == getattr(config.Settings(), name)
     with config.override(must_exist=True):
         assert config.must_exist is True
     with pytest.raises(SettingError, match=rf"config\.update\({name}=True\)"):
         setattr(config, name, True)
+    with pytest.raises(SettingError, match=f"there is no setting '{name}s'.*{name}"):
+        setattr(config, f"{name}s", True)
     assert config.current() == config.Settings()
-    assert not hasattr(config, "must_exits")
-
-
-@pytest.mark.parametrize("name", ["must_exists", "must_exit", "anything"])
-def test_unknown_names_are_not_assigned_to(name: str) -> None:
-    """A mistyped setting has no effect, so it is refused, and the nearest one is named."""
-    with pytest.raises(SettingError, match=f"there is no setting '{name}'.*must_exist"):
-        setattr(config, name, True)
-    assert not hasattr(config, name)
-    with pytest.raises(SettingError, match=r"did you mean 'must_exist'\?"):
-        config.update(must_exists=True)
-
-
-@pytest.mark.parametrize(("name", "value"), [("must_exist", True), ("compression", "zstd"), ("compression", None)])
-def test_update_as_flax_spells_it(name: str, value: object) -> None:
-    """update takes a name and a value, too, as Flax's own config.update does; a mistake changes nothing."""
-    config.update(name, value)
-    assert getattr(config, name) is value
-    before = config.current()
-    for wrong in (("must_exist",), ("must_exist", True, 1), (True, "must_exist"), ("must_exits", True)):
-        with pytest.raises(SettingError):
-            config.update(*wrong)
-    assert config.current() == before
+    assert not hasattr(config, f"{name}s")
 
 
 def test_flax_flag_is_read_afresh() -> None:
@@ -189,10 +173,3 @@ def test_a_flag_in_the_environment_alone(monkeypatch):
     monkeypatch.setenv("FLAX_USE_ORBAX_CHECKPOINTING", "perhaps")
     with pytest.raises(SettingError, match="FLAX_USE_ORBAX_CHECKPOINTING is 'perhaps'"):
         config.use_orbax_format()
-
-
-@pytest.mark.parametrize("value", [True, False, 0, -1.0, float("inf"), float("nan"), "3"])
-def test_what_is_no_number_of_seconds(value: object) -> None:
-    """``True`` is a number in Python, and one second would end every save of several processes."""
-    with pytest.raises(SettingError, match="a positive number of seconds"), config.override(coordination_timeout=value):
-        pass

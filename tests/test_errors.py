@@ -1,4 +1,4 @@
-"""Error classes: one root, the classes that callers of Flax catch, our message, and pickling."""
+"""Error classes: one root, our message, and pickling; their bases are in ``tests/data/public_signatures.txt``."""
 
 import copy
 import errno
@@ -13,41 +13,7 @@ import pytest
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import errors as core_errors
 
-WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
-    "CheckpointNotFoundError": (ValueError, FileNotFoundError),
-    "IncompleteCheckpointError": (ValueError,),
-    "UnrecognizedFormatError": (ValueError,),
-    "CorruptCheckpointError": (ValueError,),
-    "ChecksumError": (ValueError, errors.CorruptCheckpointError),
-    "ReplacedError": (ValueError,),
-    "MissingLeavesError": (ValueError,),
-    "UnusedLeavesError": (ValueError,),
-    "ShapeMismatchError": (ValueError,),
-    "KindMismatchError": (TypeError, ValueError),
-    "DtypeMismatchError": (TypeError, ValueError),
-    "UnsupportedLeafError": (TypeError, ValueError),
-    "NameCollisionError": (ValueError,),
-    "ConversionError": (ValueError,),
-    "DepthError": (ValueError, RecursionError),
-    "ForkedProcessError": (),
-    "OutOfMemoryError": (MemoryError,),
-    "CheckpointerError": (ValueError,),
-    "TransformError": (ValueError,),
-    "ArgumentError": (ValueError,),
-    "SettingError": (ValueError,),
-    "StorageError": (OSError,),
-    "PermissionDeniedError": (PermissionError, errors.StorageError),
-    "MissingPathError": (FileNotFoundError, errors.StorageError),
-    "CleanupError": (OSError, errors.StorageError),
-    "MultiprocessRestoreError": (RuntimeError,),
-    "ConcurrentWriteError": (OSError, errors.StorageError),
-    "MultiprocessSaveError": (RuntimeError,),
-    "ProcessTimeoutError": (RuntimeError, TimeoutError),
-    "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),
-    "MPACheckpointingRequiredError": (flax.errors.MPACheckpointingRequiredError, ValueError),
-    "MPARestoreTargetRequiredError": (flax.errors.MPARestoreTargetRequiredError, ValueError),
-    "MPARestoreDataCorruptedError": (flax.errors.MPARestoreDataCorruptedError, ValueError),
-}
+NAMES = sorted({*errors.__all__} - {"CheckpointError"})
 
 
 def make(name: str) -> Any:
@@ -70,27 +36,27 @@ def make(name: str) -> Any:
 
 
 def test_the_list_is_complete() -> None:
-    """Every public class is in the table above and in the public module."""
-    assert set(errors.__all__) == {"CheckpointError", *WHAT_CALLERS_CATCH}
+    """Every class that has the public module's name is in its list."""
     ours = {name for name, value in vars(core_errors).items() if getattr(value, "__module__", "") == errors.__name__}
     assert ours <= set(errors.__all__)
 
 
-@pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
+@pytest.mark.parametrize("name", NAMES)
 def test_classes(name: str) -> None:
     """Each is what callers of Flax catch, with our message and nothing else; tracebacks name the module to import from.
 
     ``cls.__new__(cls)`` works, which tblib does with unpickled errors: Dask's workers send them that way."""
     error = make(name)
     assert type(error).__module__ == "flax_ckpt_compat.errors"
-    assert all(isinstance(error, kind) for kind in (errors.CheckpointError, *WHAT_CALLERS_CATCH[name]))
+    assert isinstance(error, errors.CheckpointError)
+    assert isinstance(error, getattr(flax.errors, name, errors.CheckpointError))
     assert str(error) == error.args[0] == "the message {with} 100%" and error.path == "/p"
     assert repr(error) == f"{name}('the message {{with}} 100%')"
     assert type(type(error).__new__(type(error))) is type(error)
 
 
 @pytest.mark.parametrize("copier", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
-@pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
+@pytest.mark.parametrize("name", NAMES)
 def test_pickling(name: str, copier: Any) -> None:
     """Errors cross process borders (multiprocessing, concurrent.futures) with their message and attributes."""
     error = make(name)

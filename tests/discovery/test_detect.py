@@ -1,6 +1,5 @@
 """What restore recognises, and what it says of everything else: named, never executed, never half restored."""
 
-import json
 import logging
 import os
 import pickle
@@ -18,12 +17,12 @@ from flax import serialization
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints, config, restore
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.contents import State, contents_of
-from flax_ckpt_compat.errors import UnrecognizedFormatError
+from flax_ckpt_compat.errors import CheckpointNotFoundError, UnrecognizedFormatError
 from tests.support.peers import ocp_v1
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
@@ -38,34 +37,17 @@ def same(restored: Any, expected: Any = TREE) -> None:
     assert fingerprint(restored) == fingerprint(expected)
 
 
-@pytest.mark.parametrize("name", ["model.ckpt", "flax_model.msgpack", "7", "weights", "ViT.v1.0"])
-def test_a_msgpack_file_of_any_name(name: str, tmp_path: Path) -> None:
-    """A path to a file is restored whatever it is called, with and without a target."""
-    (tmp_path / name).write_bytes(serialization.to_bytes(TREE))
-    same(checkpoints.restore_checkpoint(tmp_path / name, None))
-    same(checkpoints.restore_checkpoint(str(tmp_path / name), ZEROS))
-
-
 @pytest.mark.parametrize(
-    "value", [91, 123, 0, {}, [], "", None, True, 2.5, "{", -1], ids=lambda value: f"{type(value).__name__} {value!r}"
+    "value",
+    [91, 123, 0, {}, [], "", None, True, 2.5, "{", -1, {"a": [1, [np.ones(2)], {}], "b": []}, TREE],
+    ids=lambda value: f"{type(value).__name__} {str(value)[:9]!r}",
 )
-def test_tiny_msgpack_files(value: Any, tmp_path: Path) -> None:
-    """Files of one or a few bytes that are valid msgpack restore, although they look like JSON or a pickle."""
-    (tmp_path / "f").write_bytes(msgpack.packb(value))
-    assert checkpoints.restore_checkpoint(tmp_path / "f", None) == value
-
-
-def test_msgpack_arrays(tmp_path: Path) -> None:
-    """Arrays of a msgpack file that no Flax function writes are lists, as real Flax restores them."""
-    content = serialization.msgpack_serialize({"a": [1, [np.ones(2)], {}], "b": []})
-    (tmp_path / "f").write_bytes(content)
-    same(checkpoints.restore_checkpoint(tmp_path / "f", None), serialization.msgpack_restore(content))
-
-
-def test_a_map_with_a_list_as_a_key_is_foreign(tmp_path: Path) -> None:
-    """Python cannot make a dict of such a map, which no release of Flax writes."""
-    (tmp_path / "checkpoint_3").write_bytes(b"\x81\x81\x90\x01\x02" + 600 * b"x")
-    assert contents_of(location_of(tmp_path / "checkpoint_3")).state is State.FOREIGN
+def test_msgpack_files_of_any_name(value: Any, tmp_path: Path) -> None:
+    """As real Flax restores them: short ones that look like JSON, and msgpack's arrays, which Flax never writes."""
+    content = serialization.msgpack_serialize(value)
+    for name in ("model.ckpt", "flax_model.msgpack", "7", "weights", "ViT.v1.0"):
+        (tmp_path / name).write_bytes(content)
+        same(checkpoints.restore_checkpoint(tmp_path / name, None), serialization.msgpack_restore(content))
 
 
 def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,24 +103,49 @@ def test_a_stray_file_called_checkpoint(content: bytes, flag: bool, tmp_path: Pa
     assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
 
 
-@pytest.mark.parametrize("there", ["nothing", "empty", "foreign"])
-def test_nothing_to_restore(there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The very target comes back, logged; as a warning where there is something. must_exist makes it an error."""
-    path = tmp_path / "dir"
-    if there != "nothing":
-        path.mkdir()
-    if there == "foreign":
-        (path / "notes.txt").write_text("hello")
-        (path / "sub").mkdir()
-    target = {"x": 1}
+# What lies in a directory without checkpoints → the level at which a restore of Flax tells that.
+NOTHING: dict[str, tuple[list[str], int]] = {
+    "no directory": ([], logging.INFO),
+    "an empty one": ([""], logging.INFO),
+    "TensorBoard's files": ([f"events.out.tfevents.170000000{n}.host.17.{n}" for n in range(2)], logging.INFO),
+    "a user's": (["notes.txt", "sub/x"], logging.WARNING),
+    "a name of Orbax's, and data in zarr": (["config.yaml", "d/notes.txt", "digits.zarr/.zarray"], logging.WARNING),
+    "pictures": (["images_2/a.png"], logging.WARNING),
+    "an interrupted first save": (["checkpoint_3.orbax-checkpoint-tmp-17/x"], logging.WARNING),
+    "an interrupted step": (["7.orbax-checkpoint-tmp/x"], logging.WARNING),
+}
+
+
+@pytest.mark.parametrize("there", NOTHING)
+def test_nothing_to_restore(there: str, flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The very target comes back, which is told once; where it must exist, an error is raised; and a save can begin."""
+    (contents, level), run, target = NOTHING[there], tmp_path / "run", {"x": 1}
+    if contents:
+        run.mkdir()
+    for name in filter(None, contents):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_bytes(b"\x81\0\0\0\0\0\0\0\x12\x34\x56\x78brain.Event:2")
     with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
-        assert checkpoints.restore_checkpoint(path, target) is target
+        for _ in range(3):
+            assert checkpoints.restore_checkpoint(run, target) is target
+            assert checkpoints.latest_checkpoint(run) is None
     (record,) = [record for record in caplog.records if record.name == "flax_ckpt_compat"]
-    assert str(path) in record.getMessage()
-    assert record.levelno == (logging.WARNING if there == "foreign" else logging.INFO)
-    assert checkpoints.restore_checkpoint(path, None) is None
-    with config.override(must_exist=True), pytest.raises(FileNotFoundError, match="nothing to restore"):
-        checkpoints.restore_checkpoint(path, target)
+    assert record.levelno == level
+    assert str(run) in record.getMessage() and "did you mean" not in record.getMessage()
+    for one in (None, target):
+        assert checkpoints.restore_checkpoint(run, one) is one
+        assert restore(run, one, must_exist=False) is one
+        with pytest.raises(CheckpointNotFoundError, match="nothing to restore") as caught:
+            restore(run, one)
+        assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value, ValueError)
+        assert str(run) in str(caught.value)
+        with config.override(must_exist=True), pytest.raises(CheckpointNotFoundError, match="nothing to restore"):
+            checkpoints.restore_checkpoint(run, one)
+        with pytest.raises(CheckpointNotFoundError):
+            restore(run, one, step=1, must_exist=False)
+    assert run.exists() == bool(contents)
+    checkpoints.save_checkpoint(run, {"x": 2}, 1)
+    assert checkpoints.restore_checkpoint(run, target) == {"x": 2}
 
 
 def test_an_array_that_is_named_like_a_database(tmp_path: Path) -> None:
@@ -152,21 +159,6 @@ def test_an_array_that_is_named_like_a_database(tmp_path: Path) -> None:
     assert "were never merged" in contents_of(location_of(tmp_path)).why
 
 
-@pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])
-def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
-    """A chunk of an array that is gone is an error that names the leaf; real Orbax and Flax read zeros there."""
-    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint_1", TREE)
-    if not fills:
-        metadata = json.loads((tmp_path / "checkpoint_1" / "_METADATA").read_text())
-        del metadata["store_array_data_equal_to_fill_value"]
-        (tmp_path / "checkpoint_1" / "_METADATA").write_text(json.dumps(metadata))
-    same(checkpoints.restore_checkpoint(tmp_path, ZEROS))
-    (tmp_path / "checkpoint_1" / "a" / "0.0").unlink()
-    with pytest.raises(CheckpointError, match=r"checkpoint_1.*'?a'?"):
-        checkpoints.restore_checkpoint(tmp_path, ZEROS, orbax_transforms={})
-
-
 def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> None:
     """Runs in numbered directories, each with checkpoints of its own, are nobody's steps and items."""
     for seed in (0, 1):
@@ -177,20 +169,6 @@ def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> 
     checkpoints.save_checkpoint(tmp_path / "1", {"seed": 1}, "best")
     assert checkpoints.restore_checkpoint(tmp_path, target) is target
     assert checkpoints.restore_checkpoint(tmp_path / "1", target) == {"seed": 1}
-
-
-def test_a_fresh_working_directory_stays_one(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder called d, or a data set in zarr, beside a program's other files is not a damaged checkpoint."""
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "notes.txt").write_text("mine")
-    (tmp_path / "digits.zarr").mkdir()
-    (tmp_path / "digits.zarr" / ".zarray").write_text("{}")
-    (tmp_path / "config.yaml").write_text("lr: 1")
-    target = {"a": 1}
-    assert checkpoints.restore_checkpoint(tmp_path, target) is target
-    assert "holds no checkpoint" in caplog.text
-    checkpoints.save_checkpoint(tmp_path, {"a": 2}, 1)
-    assert checkpoints.restore_checkpoint(tmp_path, target) == {"a": 2}
 
 
 class _Bomb:
@@ -211,6 +189,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "safetensors, as gzip": (lambda p: _safetensors(p, 0x8B1F), "safetensors"),
     "safetensors, empty": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "safetensors"),
     "text, cut in a character": (lambda p: p.write_text("x" + "\u00e9" * 400, encoding="utf-8"), "a text file"),
+    "a map with a list as a key": (lambda p: p.write_bytes(b"\x81\x81\x90\x01\x02" + 600 * b"x"), "msgpack"),
     "python": (lambda p: p.write_text("import jax\n\nprint(jax.devices())\n"), "a text file"),
 }
 

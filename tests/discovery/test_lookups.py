@@ -204,32 +204,39 @@ def test_a_step_of_old_releases_with_an_item_of_any_name(tmp_path: Path) -> None
     assert latest_everywhere(tmp_path) == "3"
 
 
+JSON = {"notes": ocp.args.JsonSave({"x": 1})}
+BOTH = {"weights": tree(3), **JSON}
+
+
 def test_json_beside_one_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is left out is told once, a target may name it, and the tree alone stays the result without a target."""
-    save_items(tmp_path, weights=tree(3), notes=ocp.args.JsonSave({"x": 1}))
+    """What is left out of a restore without a target is told once."""
+    save_items(tmp_path, **BOTH)
     for _ in range(2):
         assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == 3
     (warning,) = messages(caplog)
     assert "JSON of notes" in warning and str(tmp_path / "3" / "notes") in warning
-    found = checkpoints.restore_checkpoint(tmp_path, {"weights": tree(0), "notes": {"x": 0}})
-    assert (found["weights"]["n"], found["notes"]) == (3, {"x": 1})
-    assert checkpoints.restore_checkpoint(tmp_path, {"notes": None}) == {"notes": {"x": 1}}
-    assert checkpoints.restore_checkpoint(tmp_path, {"weights": tree(0)})["weights"]["n"] == 3
-    assert checkpoints.restore_checkpoint(tmp_path, tree(0))["n"] == 3
 
 
-def test_a_tree_with_a_branch_of_its_items_name(tmp_path: Path) -> None:
-    """A target like the tree itself is the tree, although its only name is the item's."""
-    save_items(tmp_path, params={"params": tree(3)})
-    assert checkpoints.restore_checkpoint(tmp_path, {"params": tree(0)})["params"]["n"] == 3
-
-
-def test_a_step_of_json_alone(tmp_path: Path) -> None:
-    """It restores without a target or by its name, and is not said to hold several trees."""
-    save_items(tmp_path, notes=ocp.args.JsonSave({"x": 1}))
-    assert checkpoints.restore_checkpoint(tmp_path, {"notes": None}) == {"notes": {"x": 1}}
-    with pytest.raises(errors.CheckpointError, match=r"only JSON \(notes\)"):
-        checkpoints.restore_checkpoint(tmp_path, tree(0))
+@pytest.mark.parametrize(
+    ("items", "target", "expected"),
+    [
+        (BOTH, {"weights": tree(), "notes": {"x": 0}}, {"weights": tree(3), "notes": {"x": 1}}),
+        (BOTH, {"weights": tree()}, {"weights": tree(3)}),
+        (BOTH, {"notes": None}, {"notes": {"x": 1}}),
+        (BOTH, tree(), tree(3)),
+        ({"params": {"params": tree(3)}}, {"params": tree()}, {"params": tree(3)}),
+        (JSON, {"notes": None}, {"notes": {"x": 1}}),
+        (JSON, tree(), r"only JSON \(notes\)"),
+    ],
+)
+def test_targets_of_items(items: dict[str, Any], target: Any, expected: Any, tmp_path: Path) -> None:
+    """A target may name items, JSON too, or be like a tree, also one with a branch of its item's name."""
+    save_items(tmp_path, **items)
+    if isinstance(expected, str):
+        with pytest.raises(errors.CheckpointError, match=expected):
+            checkpoints.restore_checkpoint(tmp_path, target)
+    else:
+        np.testing.assert_equal(checkpoints.restore_checkpoint(tmp_path, target), expected)
 
 
 # Steps are numbers
@@ -276,22 +283,6 @@ def test_a_hugging_face_model_in_parts(tmp_path: Path) -> None:
 
 
 # What is logged
-
-
-def test_a_fresh_start_is_no_warning(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No directory, an empty one, or one with TensorBoard's files alone: INFO, once; no suggestion of those files."""
-    caplog.set_level(logging.INFO, "flax_ckpt_compat")
-    for _ in range(3):
-        assert checkpoints.restore_checkpoint(tmp_path / "absent", None) is None
-    assert len(messages(caplog, logging.INFO)) == 1
-    for name in ("events.out.tfevents.1700000000.host.17.0", "events.out.tfevents.1700000001.host.17.1"):
-        (tmp_path / name).write_bytes(b"\x81\0\0\0\0\0\0\0\x12\x34\x56\x78\x09\0\0\0\0\0\0\0\0\x1a\x0dbrain.Event:2")
-    for _ in range(3):
-        assert checkpoints.restore_checkpoint(tmp_path, None) is None
-        assert checkpoints.latest_checkpoint(tmp_path) is None
-    assert messages(caplog) == []
-    (_, told) = messages(caplog, logging.INFO)
-    assert "did you mean" not in told
 
 
 def test_polling_warns_once(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """Which checkpoint a path means: what dead writers set aside, and directories that were never finished."""
 
-import logging
 import os
 import threading
 from pathlib import Path
@@ -11,17 +10,6 @@ import pytest
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
 from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.support.saves import dead_pid, names, set_aside, tree, use_flag
-
-
-@pytest.mark.parametrize("how", ["directory", "step", "own path"])
-def test_checkpoints_set_aside_by_dead_writers_restore(how: str, flag: bool, tmp_path: Path) -> None:
-    """Whether the directory, the step or its own path is asked for, a checkpoint set aside is put back and restored."""
-    path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
-    set_aside(path)
-    assert names(tmp_path) != ["checkpoint_1"]
-    where, step = {"directory": (tmp_path, None), "step": (tmp_path, 1), "own path": (path, None)}[how]
-    np.testing.assert_array_equal(checkpoints.restore_checkpoint(where, None, step)["w"], tree(1)["w"])
-    assert names(tmp_path) == ["checkpoint_1"]
 
 
 @pytest.mark.parametrize("name", ["run_1", "42", "run"])
@@ -44,18 +32,30 @@ def _of_another_machine(temporary: str) -> str:
     return temporary.replace(f"{temporaries._machine()}-{temporaries._boot()}", f"{0:012}-{0:012}")
 
 
-@pytest.mark.parametrize("writer", ["of another machine", "that hangs"])
-def test_checkpoints_set_aside_by_others_restore(
-    writer: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("writer", "how"),
+    [
+        *(("that is dead", how) for how in ("directory", "step", "own path")),
+        ("of another machine", "directory"),
+        ("that hangs", "directory"),
+    ],
+)
+def test_checkpoints_set_aside_restore(
+    writer: str, how: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that was killed between two renames and goes on elsewhere gets its checkpoint, not the initial values.
+    """A job that was killed between two renames, and goes on here or elsewhere, gets its checkpoint.
 
     Where names cannot be exchanged, as on NFS, a replacement takes two renames."""
     monkeypatch.setattr(atomic, "_SWAP_SECONDS", 0.2)
     path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
     aside = atomic.temporary_path(str(path), "old")
-    path.rename(_of_another_machine(aside) if writer == "of another machine" else aside)
-    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(1)["w"])
+    if writer == "that is dead":
+        set_aside(path)
+    else:
+        path.rename(_of_another_machine(aside) if writer == "of another machine" else aside)
+    assert names(tmp_path) != ["checkpoint_1"]
+    where, step = {"directory": (tmp_path, None), "step": (tmp_path, 1), "own path": (path, None)}[how]
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(where, tree(0), step)["w"], tree(1)["w"])
     assert names(tmp_path) == ["checkpoint_1"]
     with pytest.raises(OSError):  # so the writer, if it goes on, fails
         os.rename(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1), path if path.is_dir() else path / "x")
@@ -84,19 +84,6 @@ def test_a_checkpoint_that_is_being_replaced_is_waited_for(flag: bool, tmp_path:
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(2)["w"])
     timer.join()
     assert aside.exists()  # its writer removes it
-
-
-@pytest.mark.parametrize(
-    "entry", ["notes.txt", "checkpoint_3.orbax-checkpoint-tmp-17/x", "7.orbax-checkpoint-tmp/x", "images_2/a.png"]
-)
-def test_directories_of_something_else(entry: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Other people's files, and what an interrupted first save left, are no checkpoint: the target, and a warning."""
-    (tmp_path / entry).parent.mkdir(exist_ok=True)
-    (tmp_path / entry).write_bytes(b"x")
-    target = {"a": 1}
-    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
-        assert checkpoints.restore_checkpoint(tmp_path, target) is target
-    assert "holds no checkpoint" in caplog.text
 
 
 WAYS = {
