@@ -240,35 +240,37 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
     return Branch(children, node.container, node.int_keys, node.type_name)
 
 
-def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
-    """Build a tree from leaves, or branches without children, in this order, with the containers of ``like``'s."""
+def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[Path, Path] | None = None) -> Node:
+    """Build a tree from leaves, or branches without children, in this order, with the containers of ``like``'s.
+
+    ``origins`` are the key paths there of leaves that had others: branches that moved as a whole keep their type."""
     if () in leaves and len(leaves) == 1:
         return leaves[()]
     root = Branch({})
     for path, leaf in leaves.items():
-        node = root
+        node: Node = root
         for name in path[:-1]:
-            node = node.children.setdefault(name, Branch({}))
-            if not isinstance(node, Branch):
-                raise _collision(path)
-        if not path or path[-1] in node.children:
-            raise _collision(path)
+            node = node.children.setdefault(name, Branch({})) if isinstance(node, Branch) else node
+        if not path or not isinstance(node, Branch) or path[-1] in node.children:
+            shown = show_path(path)
+            raise NameCollisionError(f"{shown} would be both a leaf and a subtree, or two leaves", leaf=shown)
         node.children[path[-1]] = leaf
-    return _in_containers(root, like)
+    return _in_containers(root, like, origins or {})[0]
 
 
-def _collision(path: Path) -> NameCollisionError:
-    shown = show_path(path)
-    return NameCollisionError(f"{shown} would be both a leaf and a subtree, or two leaves", leaf=shown)
-
-
-def _in_containers(node: Node, like: Node) -> Node:
-    if not isinstance(node, Branch) or not isinstance(like, Branch):
-        return node
-    children = {name: _in_containers(child, like.children.get(name)) for name, child in node.children.items()}
-    if children.keys() != like.children.keys():
-        return Branch(children, int_keys=like.int_keys & children.keys())
-    return Branch(children, like.container, like.int_keys, like.type_name)
+def _in_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: Path = ()) -> tuple[Node, Path | None]:
+    """Return a node in the containers of the branch that it was, else of that at its path, and the path that it had."""
+    if not isinstance(node, Branch) or not node.children:
+        return node, origins.get(path, path)
+    found = {name: _in_containers(child, like, origins, (*path, name)) for name, child in node.children.items()}
+    children = {name: child for name, (child, _) in found.items()}
+    olds = {old[:-1] for name, (_, old) in found.items() if old and old[-1] == name}
+    old = olds.pop() if len(olds) == 1 else None
+    was = node_at(like, path if old is None else old)
+    was = was if isinstance(was, Branch) else Branch({})
+    if children.keys() != was.children.keys():
+        return Branch(children, int_keys=was.int_keys & children.keys()), old
+    return Branch(children, was.container, was.int_keys, was.type_name), old
 
 
 def joined(path: Path) -> str:

@@ -42,26 +42,7 @@ def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path,
             leaves[new], origins[new] = leaf, old
     if empty := {path for path, leaf in leaves.items() if is_empty(leaf)}:
         empty &= {path[:end] for path in leaves for end in range(len(path))}
-    tree = from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, like=stored)
-    _take_containers(tree, stored, origins)
-    return tree
-
-
-def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> None:
-    """Restore the container types of branches that moved as a whole."""
-    moved: dict[Path, Path] = {}  # new → old
-    for new, old in origins.items():
-        while new != old and new and old and new[-1] == old[-1]:
-            new, old = new[:-1], old[:-1]
-            moved.setdefault(new, old)
-    for new, old in origins.items() if moved else ():
-        for top in moved.keys() & {new[:end] for end in range(len(new))}:
-            if old[: len(moved[top])] != moved[top]:
-                del moved[top]
-    for new, old in moved.items():
-        branch, was = node_at(tree, new), node_at(stored, old)
-        if branch.children.keys() == was.children.keys():
-            branch.container, branch.int_keys, branch.type_name = was.container, was.int_keys, was.type_name
+    return from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, stored, origins)
 
 
 def prefix_in(path: Path, places: Collection[Path]) -> Path | None:

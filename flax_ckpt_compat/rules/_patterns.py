@@ -41,13 +41,6 @@ def whole_names(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![^/])(?:{_FLAGS.sub('', pattern)}{end})(?![^/])", flags)
 
 
-def some(patterns: Sequence[str]) -> Sequence[str]:
-    """Return patterns for `select`; raise if there is none, or an empty one, which would be the whole tree."""
-    if not all(patterns) or not patterns:
-        raise TransformError("name at least one path; '.*' is the whole tree")
-    return patterns
-
-
 def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function."""
     if not callable(replacement):

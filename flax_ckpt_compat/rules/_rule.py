@@ -105,6 +105,8 @@ def rule(change: Callable[Concatenate[Trees, _Given], Node]) -> Callable[_Given,
         with named(name):
             for one, values in given:
                 _check(one, values)
+            if "patterns" in signature.parameters and not all(bound.get("patterns", [""])):
+                raise TransformError("name at least one path; '.*' is the whole tree")
         opens = [other for inner in bound.get("transforms", ()) for other in inner.opens]
         if "path" in bound:
             opens.append((as_text(bound["path"]), as_text(bound.get("prefix", "checkpoint_"), "prefix")))

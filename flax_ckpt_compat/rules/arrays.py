@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree
-from flax_ckpt_compat.rules._edit_tree import Array, Change, each_leaf
+from flax_ckpt_compat.rules._edit_tree import Array, each_leaf
 from flax_ckpt_compat.rules._rule import Trees, rule
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
@@ -46,7 +46,9 @@ def cast(trees: Trees, pattern: str, dtype: Any) -> Node:
         how = f"{leaf.dtype} → {wanted.name}"
         return _edit_tree.derived(leaf, lambda value: _checked_cast(value, wanted, what), how, dtype=wanted)
 
-    return _each_number(trees, pattern, changed, kind)
+    return each_leaf(
+        trees, pattern, changed, f"array of {kind}", lambda one: is_array(one) and _kind_of(one.dtype) == kind
+    )
 
 
 @rule
@@ -70,18 +72,13 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
         if length > size:
             raise ValueError(f"it has length {length} on axis {axis} already; see cut")
         shape = (*old[:at], size, *old[at + 1 :])
-        fill = (
-            _targets_own(own, shape, dtype) if isinstance(value, str) else np.broadcast_to(_fill(value, dtype), shape)
-        )
+        fill = _filling(value, own, shape, dtype)
 
         def padded(stored: Any) -> Any:
-            result = memory.empty(shape, dtype)
-            new = (*(slice(None),) * at, slice(length, None))
-            part = np.asarray(fill)[new]  # of the target's, only the padding is used
+            # Of the target's, only the padding is used.
+            part = np.asarray(fill)[(*(slice(None),) * at, slice(length, None))]
             part = part if part.dtype == dtype else _checked_cast(part, dtype, f"{what}: the target's own array")
-            result[new] = part
-            result[tuple(map(slice, old))] = stored
-            return result
+            return np.concatenate([stored, part], at, out=memory.empty(shape, dtype))
 
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
         return _edit_tree.derived(leaf, padded, f"{length} → {size} on axis {at}, {note}", shape=shape)
@@ -247,7 +244,7 @@ def resize(
 
         return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _each_number(trees, pattern, changed, "floats")
+    return each_leaf(trees, pattern, changed, "array of floats", lambda one: is_array(one) and is_float(one.dtype))
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:
@@ -324,13 +321,6 @@ def _kind_of(dtype: np.dtype[Any]) -> str | None:
     return "complex numbers" if dtype.kind == "c" else None
 
 
-def _each_number(trees: Trees, pattern: str, change: Change, kind: str) -> Node:
-    """Change the arrays of one kind of numbers; see `_edit_tree.each_leaf`."""
-    return each_leaf(
-        trees, pattern, change, f"array of {kind}", lambda one: is_array(one) and _kind_of(one.dtype) == kind
-    )
-
-
 def _checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
     """Cast an array; ``what`` names it in the TransformError about values that the dtype cannot hold."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -363,26 +353,23 @@ def _unheld(value: Any, result: Any) -> Any:
     return bad | (np.isnan(value) != np.isnan(same))
 
 
-def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value as a 0-d array of a dtype."""
-    number = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+def _filling(value: Any, own: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an array to pad with: the target's own, of this shape and kind of dtype, or a number in the dtype."""
     kind = _kind_of(dtype)
+    if isinstance(value, str):
+        found = "abstract, without values" if hasattr(own, "shape") else "not an array"
+        if isinstance(own, np.ndarray) or (is_jax_array(own) and own.is_fully_addressable):
+            found = f"{own.dtype}{list(own.shape)}"
+            if tuple(own.shape) == shape and (_kind_of(np.dtype(own.dtype)) == kind if kind else own.dtype == dtype):
+                return own
+        problem = f"the target's own is {found}, which does not become {dtype}{list(shape)}"
+        raise ValueError(f"{problem}; give a number as value")
+    number = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
     wide = {"floats": np.float64, "complex numbers": np.complex128}.get(kind or "")
     if isinstance(number, int | float | np.floating) or (isinstance(number, complex) and kind == "complex numbers"):
         with contextlib.suppress(ValueError, OverflowError), np.errstate(all="ignore"):
             given = np.asarray(number, wide)
             held = given.astype(dtype)
             if held.item() == number or (wide and not _unheld(given, held)):
-                return held
+                return np.broadcast_to(held, shape)
     raise ValueError(f"{value!r} does not fit; give a number that it holds")
-
-
-def _targets_own(own: Node, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return the target's array, which must have this shape, this kind of dtype and local values."""
-    kind = _kind_of(dtype)
-    found = "abstract" if hasattr(own, "shape") else "not an array"
-    if isinstance(own, np.ndarray) or (is_jax_array(own) and own.is_fully_addressable):
-        found = f"{own.dtype}{list(own.shape)}"
-        if tuple(own.shape) == shape and (_kind_of(np.dtype(own.dtype)) == kind if kind else own.dtype == dtype):
-            return own
-    raise ValueError(f"the target's own is {found}, which does not become {dtype}{list(shape)}; give a number as value")

@@ -116,7 +116,7 @@ def _as_array(leaf: Node, wanted: Node) -> Derived | None:
 @rule
 def drop(trees: Trees, *patterns: str) -> Node:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``."""
-    dropped = _patterns.select(trees.stored, _patterns.some(patterns))
+    dropped = _patterns.select(trees.stored, patterns)
     return _edit_tree.remap(trees.stored, lambda path: [path] if prefix_in(path, dropped) is None else [])
 
 
@@ -174,7 +174,7 @@ def from_target(trees: Trees, *patterns: str) -> Node:
 
     The patterns are of whole key paths of subtrees or leaves in the target."""
     tree = trees.stored
-    for path in _patterns.select(trees.target, _patterns.some(patterns), whose="the target"):
+    for path in _patterns.select(trees.target, patterns, whose="the target"):
         tree = _edit_tree.put(tree, path, map_leaves(lambda *_: Own.KEEP_TARGET, node_at(trees.target, path)))
     return tree
 
@@ -206,7 +206,7 @@ def from_checkpoint(
     for one in transforms:
         other = one.apply_to(other, target, open_tree)
     whole, whose = (other, located) if target is None else (target, "the target")
-    for place in _patterns.select(whole, _patterns.some(patterns), whose=whose):
+    for place in _patterns.select(whole, patterns, whose=whose):
         start = next(_patterns.paths_of(other, joined(place)), None)
         if start is None:
             shown = show_path(place)

@@ -133,29 +133,29 @@ class _Group:
 
     def taken(self) -> dict[Path, Node]:
         """Map paths in the target's optimizer state to stored leaves."""
-        found = [(state, {one: state.common(one) for one in self.stored}) for state in self.wanted]
-        chosen = [self._chosen(state, common) for state, common in found]
-        spare = [one for one in self.stored if one not in chosen]
+        chosen = {state: self._chosen(state) for state in self.wanted}
+        spare = [one for one in self.stored if one not in chosen.values()]
         taken: dict[Path, Node] = {}
         users: dict[tuple[_State, Path], _State] = {}
-        for (state, common), source in zip(found, chosen, strict=True):
+        for state, source in chosen.items():
             if source is None:
                 continue
             moments = state.moments()
-            for path in common[source]:
+            for path in state.common(source):
                 other = users.setdefault((source, path), state)
                 if other is not state and path in moments:
                     raise self._ambiguous([(state, source), (other, source)])
                 taken[(*state.path, *path)] = source.leaves[path]
             # Several optimizers may have become one: take its other moments from states that are not used otherwise.
-            more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in common[one]]
+            more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in state.common(one)]
             counts = Counter(path for _, path in more)
             more = [(one, path) for one, path in more if path in moments and counts[path] == 1]
             taken |= {(*state.path, *path): one.leaves[path] for one, path in more}
         return taken
 
-    def _chosen(self, state: _State, common: dict[_State, list[Path]]) -> _State | None:
+    def _chosen(self, state: _State) -> _State | None:
         """Return the stored state that fits a target's state best."""
+        common = {one: state.common(one) for one in self.stored}
         moments, numbers = state.moments(), list(filter(str.isdecimal, state.path))
         # No counts without their moments.
         held = {one: moments.intersection(paths) if moments else set(paths) for one, paths in common.items()}
@@ -180,8 +180,8 @@ class _Group:
         lines = []
         for state, source in pairs[:4]:
             here, there = state.path, source.path
-            # The outermost paths that hold no other state.
-            while here and there and here[-1] == there[-1] and self._holds_one(here[:-1], there[:-1]):
+            # The outermost paths that differ.
+            while here and there and here[-1] == there[-1] and here[:-1] != there[:-1]:
                 here, there = here[:-1], there[:-1]
             paths = dict.fromkeys((show_path((*self.at_path, *here)), show_path((*self.start, *there))))
             lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
@@ -190,10 +190,6 @@ class _Group:
             f"{' or '.join(lines)}; use from_target for one that starts anew",
             leaf=show_path((*self.at_path, *pairs[0][0].path)),
         )
-
-    def _holds_one(self, here: Path, there: Path) -> bool:
-        both = ((here, self.wanted), (there, self.stored))
-        return all(sum(one.path[: len(path)] == path for one in states) == 1 for path, states in both)
 
 
 def _places(states: list[_State]) -> dict[_State, tuple[Path, int, int]]:
