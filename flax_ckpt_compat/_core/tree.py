@@ -241,9 +241,8 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
 
 
 def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[Path, Path] | None = None) -> Node:
-    """Build a tree from leaves, or branches without children, in this order, with the containers of ``like``'s.
-
-    ``origins`` are the key paths there of leaves that had others: branches that moved as a whole keep their type."""
+    """Build a tree from leaves, or branches without children, in this order, in the containers that ``like`` has for
+    them: those at their ``origins``, the leaves' key paths there, where a branch moved as a whole; else at its own."""
     if () in leaves and len(leaves) == 1:
         return leaves[()]
     root = Branch({})
@@ -267,10 +266,9 @@ def _in_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: P
     olds = {old[:-1] for name, (_, old) in found.items() if old and old[-1] == name}
     old = olds.pop() if len(olds) == 1 else None
     was = node_at(like, path if old is None else old)
-    was = was if isinstance(was, Branch) else Branch({})
-    if children.keys() != was.children.keys():
-        return Branch(children, int_keys=was.int_keys & children.keys()), old
-    return Branch(children, was.container, was.int_keys, was.type_name), old
+    if isinstance(was, Branch) and children.keys() == was.children.keys():
+        return Branch(children, was.container, was.int_keys, was.type_name), old
+    return Branch(children, int_keys=getattr(was, "int_keys", frozenset()) & children.keys()), old
 
 
 def joined(path: Path) -> str:
