@@ -31,22 +31,18 @@ KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
 OTHERS = {"count": np.int32(3), "step": 4, "name": "adam", "key": KEY, "none": None, "flag": np.array(True)}
 
 
-@given(SHAPES, st.sampled_from(FLOATS), st.sampled_from(FLOATS))
-def test_cast_floats_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None:
-    """Floats of any dtype, infinities and NaN too, become what astype makes of them, and nothing else does."""
-    numbers = [np.inf, -np.inf, np.nan, *np.linspace(-3, 3, int(np.prod(shape)))]
-    array = np.array(numbers[:-3]).astype(old).reshape(shape)
-    after = values(rules.cast("params", new).apply(stored({"params": {"w": array, **OTHERS}}), None))
+@given(SHAPES, st.sampled_from([FLOATS, INTS]).flatmap(lambda kind: st.tuples(*[st.sampled_from(kind)] * 2)))
+def test_a_cast_is_numpys(shape: tuple[int, ...], dtypes: Any) -> None:
+    """Ints, and floats with infinities and NaN, become what astype makes of them, and what is of another kind stays."""
+    old, new = dtypes
+    ints, floats = np.arange(np.prod(shape)) % 8, np.linspace(-3, 3, int(np.prod(shape)))
+    floats.flat[:3] = [np.inf, -np.inf, np.nan][: floats.size]
+    array = (ints if old in INTS else floats).astype(old).reshape(shape)
+    others = {name: value for name, value in OTHERS.items() if old in FLOATS or name != "count"}
+    after = values(rules.cast("params", new).apply(stored({"params": {"w": array, **others}}), None))
     same({"w": after.pop("params/w")}, {"w": array.astype(new)})
-    assert after.keys() == {f"params/{name}" for name in OTHERS}
-    assert all(type(after[f"params/{name}"]) is type(value) for name, value in OTHERS.items())
-
-
-@given(SHAPES, st.sampled_from(INTS), st.sampled_from(INTS))
-def test_cast_ints_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None:
-    """Ints that fit become what astype makes of them."""
-    array = (np.arange(np.prod(shape)) % 8).astype(old).reshape(shape)
-    same(values(rules.cast("w", new).apply(stored({"w": array}), None)), {"w": array.astype(new)})
+    assert after.keys() == {f"params/{name}" for name in others}
+    assert all(type(after[f"params/{name}"]) is type(value) for name, value in others.items())
 
 
 @pytest.mark.parametrize("name", ["int1", "uint1", "int2", "uint4"])
@@ -96,29 +92,26 @@ def test_cast_rounds_what_is_small() -> None:
 
 
 @given(SHAPES, st.sampled_from(FLOATS + INTS), st.integers(0, 4), st.integers(0, 7), st.data())
-def test_pad_is_numpys(shape: tuple[int, ...], dtype: Any, more: int, value: int, data: Any) -> None:
-    """Padded arrays are those of np.pad with a constant; pad and cut give the array back."""
+def test_lengths_and_axes_are_numpys(shape: tuple[int, ...], dtype: Any, more: int, value: int, data: Any) -> None:
+    """Padded with a constant, cut, axes in any order, flat and back: in C order; of a cut its bytes are read."""
     array = fill(shape, dtype, 1)
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    size = shape[axis] + more
-    there = rules.pad("w", size, axis, value).apply(stored({"w": array}), None)
+    there = rules.pad("w", shape[axis] + more, axis, value).apply(stored({"w": array}), None)
     widths = [(0, more if n == axis % len(shape) else 0) for n in range(len(shape))]
-    expected = np.pad(array, widths, constant_values=np.asarray(value).astype(dtype))
-    same(values(there), {"w": expected})
+    same(values(there), {"w": np.pad(array, widths, constant_values=np.asarray(value).astype(dtype))})
     same(values(rules.cut("w", shape[axis], axis).apply(there, None)), {"w": array})
-
-
-@given(SHAPES, st.data())
-def test_cut_is_numpys(shape: tuple[int, ...], data: Any) -> None:
-    """The first values on the axis, of which alone the bytes are read."""
-    array = count(shape)
-    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     size = data.draw(st.integers(0, shape[axis]))
     reader = Memory({"w": array})
-    found = values(rules.cut("w", size, axis).apply(reader.tree, None))
     expected = np.take(array, range(size), axis)
-    same(found, {"w": expected})
+    same(values(rules.cut("w", size, axis).apply(reader.tree, None)), {"w": expected})
     assert reader.bytes_read == expected.nbytes
+    axes = data.draw(st.permutations(range(len(shape))))
+    signed = [one - len(shape) * data.draw(st.booleans()) for one in axes]
+    same(applied({"w": array}, rules.transpose("w", signed)), {"w": array.transpose(axes).copy(order="C")})
+    flat = rules.reshape("w", (-1,)).apply(stored({"w": array}), None)
+    same(values(flat), {"w": array.reshape(-1)})
+    again = [-1 if n == axis % len(shape) else size for n, size in enumerate(shape)]
+    same(values(rules.reshape("w", again).apply(flat, None)), {"w": array})
 
 
 def test_pad_from_the_target() -> None:
@@ -202,27 +195,6 @@ def test_pad_from_a_target_that_does_not_fit(own: Any, message: str) -> None:
     with pytest.raises(TransformError, match=message) as caught:
         rules.pad("emb", 4, value="target").apply(stored({"emb": count((2, 3))}), state_dict.describe({"emb": own}))
     assert caught.value.leaf == "emb"
-
-
-@given(SHAPES, st.data())
-def test_transpose_is_numpys(shape: tuple[int, ...], data: Any) -> None:
-    """Any order of axes, counted from the front or the end."""
-    array = count(shape)
-    axes = data.draw(st.permutations(range(len(shape))))
-    signed = [axis - len(shape) * data.draw(st.booleans()) for axis in axes]
-    found = values(rules.transpose("w", signed).apply(stored({"w": array}), None))
-    same(found, {"w": array.transpose(axes).copy(order="C")})
-
-
-@given(SHAPES, st.data())
-def test_reshape_is_numpys(shape: tuple[int, ...], data: Any) -> None:
-    """Flat and back, with a length left open; the values are in C order."""
-    array = count(shape)
-    flat = rules.reshape("w", (-1,)).apply(stored({"w": array}), None)
-    same(values(flat), {"w": array.reshape(-1)})
-    open_at = data.draw(st.integers(0, len(shape) - 1))
-    again = [-1 if n == open_at else size for n, size in enumerate(shape)]
-    same(values(rules.reshape("w", again).apply(flat, None)), {"w": array})
 
 
 def test_rules_after_rules() -> None:

@@ -113,29 +113,22 @@ def test_rename_keeps_names_with_slashes() -> None:
         rules.rename("linear_0", "x").apply(stored(tree), None)
 
 
-@given(TREES)
-def test_rename_and_back(tree: Any) -> None:
-    """Wrapping every top-level name by a pattern and taking it off again is the identity, in the same order."""
-    there = rules.rename("^([^/]+)", r"new name/\1").apply(stored(tree), None)
-    back = rules.rename("^new name", "").apply(there, None)
-    assert list(values(back).items()) == list(flat(tree).items())
-
-
-@given(TREES, NAMES)
-def test_wrap_and_unwrap(tree: Any, name: str) -> None:
-    """unwrap takes away what wrap put in."""
-    there = rules.wrap(name=name).apply(stored(tree), None)
+@given(TREES, NAMES, st.data())
+def test_there_and_back(tree: Any, name: str, data: Any) -> None:
+    """A tree that was renamed, wrapped or moved, and back, is what it was; no rule writes to the tree that it gets."""
+    before = stored(tree)
+    snapshot = [(path, id(leaf)) for path, leaf in iter_leaves(before)]
+    there = rules.rename("^([^/]+)", r"new name/\1").apply(before, None)
+    assert list(values(rules.rename("^new name", "").apply(there, None)).items()) == list(flat(tree).items())
+    there = rules.wrap(name=name).apply(before, None)
     assert set(there.children) == {name}
     assert list(values(rules.unwrap(name=re.escape(name)).apply(there, None)).items()) == list(flat(tree).items())
-
-
-@given(TREES, st.data())
-def test_move_and_back(tree: Any, data: Any) -> None:
-    """A subtree that went elsewhere and came back is where it was."""
-    path = data.draw(st.sampled_from([path for path, _ in iter_leaves(stored(tree))]))
+    path = data.draw(st.sampled_from([path for path, _ in snapshot]))
     source = "/".join(path[: data.draw(st.integers(1, len(path)))])
-    there = rules.move(re.escape(source), "somewhere else/far").apply(stored(tree), None)
+    there = rules.move(re.escape(source), "somewhere else/far").apply(before, None)
     assert values(rules.move("somewhere else/far", source.replace("\\", r"\\")).apply(there, None)) == flat(tree)
+    assert isinstance(rules.drop(re.escape(path[0])).apply(before, None), Branch)
+    assert [(path, id(leaf)) for path, leaf in iter_leaves(before)] == snapshot
 
 
 def test_move() -> None:
@@ -180,20 +173,6 @@ def test_containers_survive() -> None:
     ):
         swapped = rule.apply(state_dict.describe({"x": [{"a": 1, "b": 2}, 2], "y": (3, {"b": 4})}), None)
         assert swapped.children["y"].container is expected, rule
-
-
-@given(TREES)
-def test_nothing_is_changed_in_place(tree: Any) -> None:
-    """Rules leave the tree that they are given as it is."""
-    before = stored(tree)
-    snapshot = [(path, id(leaf)) for path, leaf in iter_leaves(before)]
-    for rule in (
-        rules.wrap("w"),
-        rules.rename("^([^/]+)", r"x/\1"),
-        rules.drop(re.escape(next(iter(before.children)))),
-    ):
-        assert isinstance(rule.apply(before, None), Branch)
-    assert [(path, id(leaf)) for path, leaf in iter_leaves(before)] == snapshot
 
 
 def test_arguments_are_those_of_the_call() -> None:
@@ -287,15 +266,8 @@ RULES = st.one_of(
 @given(RULES)
 @example(rules.pad("w", 1, value=complex(0.0, -0.0)))
 @example(rules.pad("w", 1, value=complex(-0.0, 0.0)))
-def test_the_source_makes_an_equal_rule(rule: rules.Rule) -> None:
-    """Whatever a rule was given, arrays and numpy's numbers and dtypes too, its source needs nothing but ``rules``."""
-    again = eval(rule.source, {"rules": rules})
-    assert again == rule
-    assert str(again) == rule.source
-
-
-@given(RULES)
-def test_rules_reach_workers_on_other_machines(rule: rules.Rule) -> None:
-    """Executors send them with cloudpickle, which takes functions by value, and no context variables."""
+def test_a_rule_is_its_source_and_reaches_other_machines(rule: rules.Rule) -> None:
+    """Whatever a rule was given, arrays and numpy's numbers too, its source needs only ``rules``; executors send it."""
+    assert str(rule) == rule.source and eval(rule.source, {"rules": rules}) == rule
     again = cloudpickle.loads(cloudpickle.dumps(rule))
     assert again == rule and again.source == rule.source

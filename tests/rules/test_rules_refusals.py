@@ -60,6 +60,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     ({"a/q": count((2,)), "a": {"q": 1, "k": count((2,))}}, rules.fuse(["a/q", "a/k"], "c"), "matches nothing"),
     (SMALL, rules.split("v", ["a", "b"]), "length 5 on the axis, which is not 2 equal parts"),
     (SMALL, rules.split("v", ["a", "b"], sizes=[2, 2]), r"parts of \[2, 2\]"),
+    (SMALL, rules.split("v", ["a", "b"], sizes=[-1, 6]), r"parts of \[-1, 6\]"),
     (SMALL, rules.split("v", ["a", "b"], axis=2), "no axis 2"),
     # Arrays.
     (SMALL, rules.index("w", 2, 0), "w is .*no index 2"),

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
 from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat.cli import main
+from tests.support.saves import save_items, use_flag
 from tests.support.saves import saved_by_peer as saved
-from tests.support.saves import use_flag
 
 TREE: dict[str, Any] = {
     "params": [{"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, {"w": jnp.ones(3, jnp.bfloat16)}],
@@ -213,9 +213,7 @@ def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
 def test_json_beside_the_only_tree(tmp_path: Path, name: str) -> None:
     """Steps of a manager differ if their JSON does, also where it has the name of a leaf."""
     for run, loss in (("a", 0.5), ("b", 0.25), ("c", 0.5)):
-        with ocp.CheckpointManager(tmp_path / run) as manager:
-            items = {"state": ocp.args.PyTreeSave({"x": np.ones(2)}), name: ocp.args.JsonSave({"loss": loss})}
-            manager.save(3, args=ocp.args.Composite(**items))
+        save_items(tmp_path / run, state={"x": np.ones(2)}, **{name: ocp.args.JsonSave({"loss": loss})})
     assert diff(tmp_path / "a", tmp_path / "c").same
     found = one(diff(tmp_path / "a", tmp_path / "b"))
     shown = "x (JSON)/loss" if name == "x" else "notes/loss"

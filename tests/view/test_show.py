@@ -23,8 +23,8 @@ from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._view import show
 from flax_ckpt_compat._view.array_values import Stats
 from flax_ckpt_compat.cli import main
+from tests.support.saves import save_items, use_flag
 from tests.support.saves import saved_by_peer as saved
-from tests.support.saves import use_flag
 
 TREE: dict[str, Any] = {
     "opt": [{"mu": jnp.ones(3, jnp.bfloat16)}, None],
@@ -107,23 +107,15 @@ def test_json(tmp_path: Path) -> None:
     found = json.loads(run(tmp_path, "--json").stdout)
     assert (found["stored"], found["nbytes"], len(found["leaves"])) == (26, 1938, 26)
     leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
-    assert leaves["opt/0/mu"] == {
-        "path": "opt/0/mu",
-        "kind": "array",
-        "shape": [3],
-        "dtype": "bfloat16",
-        "nbytes": 6,
-        "sharding": None,
-    }
+    expected = {"path": "opt/0/mu", "kind": "array", "shape": [3], "dtype": "bfloat16", "nbytes": 6, "sharding": None}
+    assert leaves["opt/0/mu"] == expected
     assert found["empty"] == {"opt/1": "None"}
     assert found["dtypes"]["float32"] == {"leaves": 24, "nbytes": 1924}
 
 
 def test_json_beside_the_only_tree(tmp_path: Path) -> None:
     """A step of a manager is shown, and counted, with its metrics and other JSON."""
-    with ocp.CheckpointManager(tmp_path) as manager:
-        items = {"state": ocp.args.PyTreeSave({"x": np.ones(2)}), "notes": ocp.args.JsonSave({"loss": 0.5})}
-        manager.save(3, args=ocp.args.Composite(**items))
+    save_items(tmp_path, state={"x": np.ones(2)}, notes=ocp.args.JsonSave({"loss": 0.5}))
     shown = json.loads(run(tmp_path, "--json").stdout)["leaves"]
     assert {leaf["path"]: leaf["kind"] for leaf in shown} == {"x": "array", "notes/loss": "float"}
     (listed,) = json.loads(CliRunner().invoke(main, ["ls", str(tmp_path), "--leaves", "--json"]).stdout)
@@ -217,7 +209,7 @@ def test_strange_trees(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(200):
         deep = {"a": deep}
-    wide = {"x" * 10_000: 1, "red\x1b[31m": 2, "new\nline": 3}
+    wide = {"x" * 10_000: 1, "red\x1b[31m": 2, "new\nline": 3, "mlp/~/0": {"w": 4}}
     for number, packed in enumerate(
         (msgpack.packb({}), flax.serialization.to_bytes(np.arange(5)), *map(msgpack.packb, (deep, wide)))
     ):
@@ -229,11 +221,10 @@ def test_strange_trees(tmp_path: Path) -> None:
     ]
     assert len(texts[2].splitlines()) == 2 + 200 + 3
     assert "red\\x1b[31m" in texts[3]
-    assert "new\\nline" in texts[3]
+    assert "new\\nline" in texts[3] and r"mlp\/~\/0" in texts[3]
+    assert json.loads(run(tmp_path / "checkpoint_3", "--json").stdout)["leaves"][-1]["path"] == r"mlp\/~\/0/w"
     assert len(texts[3]) < 5_000
-    trees = {"state": {"w": np.ones(2)}, "ema": {"v": 1.5}}
-    with ocp.CheckpointManager(tmp_path / "manager", item_names=tuple(trees)) as manager:
-        manager.save(5, args=ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in trees.items()}))
+    save_items(tmp_path / "manager", state={"w": np.ones(2)}, ema={"v": 1.5})
     found = show.contents(tmp_path / "manager")
     assert found.leaves.keys() == {("state", "w"), ("ema", "v")}
     tree, _ = str(show.report(found)).split("\n\n")
@@ -295,14 +286,6 @@ def test_the_treemap_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Mo
     result = run(tmp_path, "--html", tmp_path / "page.html")
     assert result.exit_code == 2 and "pip install 'flax-ckpt-compat[plots]'" in result.stderr
     assert not (tmp_path / "page.html").exists()
-
-
-def test_a_slash_within_a_name(tmp_path: Path) -> None:
-    """It is shown as in plans and messages."""
-    saved(tmp_path, {"mlp/~/linear_0": {"w": np.ones(3)}})
-    assert r"mlp\/~\/linear_0" in run(tmp_path).stdout
-    found = json.loads(run(tmp_path, "--json").stdout)
-    assert found["leaves"][0]["path"] == r"mlp\/~\/linear_0/w"
 
 
 def test_page_replaces_nothing_else(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, errors, verify
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._discovery import opening
 from tests.support import corpus
-from tests.support.saves import use_flag
+from tests.support.disks import flip
+from tests.support.saves import save_items, use_flag
 
 RNG = np.random.default_rng(0)
 TREE: dict[str, Any] = {
@@ -49,22 +50,6 @@ def only(path: Path) -> VerifiedCheckpoint:
     """The report of one checkpoint."""
     (report,) = verify(path).checkpoints
     return report
-
-
-def flip(file: Path, at: int, bit: int = 0) -> None:
-    """Flip one bit of a file, and leave its time and attributes alone, as a failing disk does."""
-    status = file.stat()
-    with file.open("r+b") as stream:
-        stream.seek(at)
-        (byte,) = stream.read(1)
-        stream.seek(at)
-        stream.write(bytes([byte ^ 1 << bit]))
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def data_files(path: Path) -> list[Path]:
-    """The data files of a database, the largest first."""
-    return sorted(path.glob("**/d/*"), key=lambda file: -file.stat().st_size)
 
 
 @pytest.mark.parametrize("save", [of_orbax, of_flax])
@@ -161,7 +146,7 @@ def test_recorded_checksums(tmp_path: Path) -> None:
 def test_missing_data_file(tmp_path: Path) -> None:
     """The leaves in a lost data file are damaged, and the report names the file."""
     path = of_orbax(tmp_path / "ckpt")
-    lost = data_files(path)[0]
+    lost = max(path.glob("**/d/*"), key=lambda file: file.stat().st_size)
     lost.unlink()
     one = only(path)
     assert one.state == "damaged"
@@ -285,8 +270,7 @@ def test_unreadable(tmp_path: Path) -> None:
 
 def test_one_item_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes the checkpoint unreadable, although another one is damaged."""
-    with ocp.CheckpointManager(tmp_path, item_names=("a", "b")) as manager:
-        manager.save(3, args=ocp.args.Composite(**{name: ocp.args.StandardSave({"w": np.ones(3)}) for name in "ab"}))
+    save_items(tmp_path, a={"w": np.ones(3)}, b={"w": np.ones(3)})
     found = [errors.StorageError("refused"), errors.CorruptCheckpointError("damaged")]
 
     def refuse(*_: Any, **__: Any) -> Any:
