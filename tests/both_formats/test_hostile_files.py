@@ -11,6 +11,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def copied(written: Path, layout: str, path: Path) -> Path:
+    """A copy of one of them."""
+    if (written / layout).is_dir():
+        return Path(shutil.copytree(written / layout, path))
+    shutil.copytree(written / f"{layout}_gda", f"{path}_gda")
+    return Path(shutil.copy(written / layout, path))
+
+
 @pytest.fixture(params=WRITERS)
 def checkpoint(request: pytest.FixtureRequest, written: Path, tmp_path: Path) -> Path:
-    """A copy of one of them."""
-    for part in (request.param, f"{request.param}_gda"):
-        if (written / part).is_dir():
-            shutil.copytree(written / part, tmp_path / part)
-        elif (written / part).exists():
-            shutil.copy(written / part, tmp_path / part)
-    return tmp_path / request.param
+    """A copy of each of them."""
+    return copied(written, request.param, tmp_path / request.param)
 
 
 def files_of(checkpoint: Path) -> list[Path]:
@@ -238,95 +242,78 @@ def test_long_lists_of_numbers_restore(tmp_path: Path) -> None:
     assert flax_ckpt_compat.restore(tmp_path / "c")["n" * 500] == tree["n" * 500]
 
 
+def _edit(file: Path, **changes: Any) -> None:
+    """Change members of a JSON object."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
 def _declare(path: Path, **changes: Any) -> None:
     """Change the metadata of the array ``a``, and forget its chunks; old releases left out chunks of zeros."""
-    file = path / "a" / ".zarray"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "fill_value": 0, **changes}))
+    _edit(path / "a" / ".zarray", fill_value=0, **changes)
     (path / "a" / "0").unlink()
     tree = json.loads((path / "_METADATA").read_text())
     del tree["store_array_data_equal_to_fill_value"]
     (path / "_METADATA").write_text(json.dumps(tree))
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"shape": [2**40], "chunks": [2**40]}, "but the checkpoint has"),
-        ({"shape": [2**30], "chunks": [1]}, "chunks are missing"),
-    ],
-)
-def test_fill_values_do_not_make_few_bytes_many(
-    written: Path, tmp_path: Path, changes: Any, told: str, monkeypatch: pytest.MonkeyPatch
+def _add_entry(path: Path, key: str, depth: int = 1, value_type: str = "np.ndarray") -> None:
+    """Add a leaf to the tree's metadata."""
+    tree = json.loads((path / "_METADATA").read_text())["tree_metadata"]
+    value = {"value_type": value_type, "skip_deserialize": value_type == "None"}
+    tree["x"] = {"key_metadata": [{"key": key, "key_type": 2}] * depth, "value_metadata": value}
+    _edit(path / "_METADATA", tree_metadata=tree)
+
+
+def _of_gda(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: _edit(Path(f"{path}_gda", "b", ".zarray"), **changes)
+
+
+DAMAGED = (errors.CorruptCheckpointError, errors.IncompleteCheckpointError)
+# Layout, what is changed, and what the error says.
+LIES: list[tuple[str, Callable[[Path], None], Any, str | None]] = [
+    # A few kilobytes cannot ask for the full declared size.
+    ("files", partial(_declare, shape=[2**40], chunks=[2**40]), DAMAGED[0], "but the checkpoint has"),
+    ("files", partial(_declare, shape=[2**30], chunks=[1]), DAMAGED[0], "chunks are missing"),
+    # Arrays of several processes are as large as their files, before memory is asked for.
+    ("gda", _of_gda(shape=[2**40]), DAMAGED, r"gda/b|'b'"),
+    ("gda", _of_gda(shape=[2**40], chunks=[2**39]), DAMAGED, r"gda/b|'b'"),
+    ("gda", _of_gda(chunks=[1]), DAMAGED, r"gda/b|'b'"),
+    ("gda", _of_gda(dimension_separator="/"), DAMAGED, r"gda/b|'b'"),
+    # Half a surrogate pair, 70,000 characters, a zero, a way out: names that no file can have.
+    *(
+        (layout, partial(_add_entry, key=key), DAMAGED, None)
+        for layout in ("ocdbt", "files", "files of zarr 3")
+        for key in ("\ud800", "x" * 70_000, "\0", "..")
+    ),
+    # The time grew with the square of levels: 100,000 took a minute before.
+    ("ocdbt", partial(_add_entry, key="a", depth=20_000, value_type="None"), errors.DepthError, None),
+    ("files", partial(_add_entry, key="a", depth=20_000, value_type="None"), errors.DepthError, None),
+    # Found by mutation: a list of codecs without one.
+    ("files of zarr 3", lambda path: _edit(path / "a" / "zarr.json", codecs=[]), DAMAGED[0], r"zarr\.json"),
+]
+
+
+@pytest.mark.parametrize(("layout", "change", "error", "told"), LIES)
+def test_metadata_that_lies_is_a_named_error(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, change: Any, error: Any, told: Any
 ) -> None:
-    """A few kilobytes cannot ask for the full declared size; the leaf is named."""
+    """It says where, at once, and is not a book."""
     monkeypatch.setattr("flax_ckpt_compat.orbax_backend.read_arrays._MAX_MISSING", 1000)
-    shutil.copytree(written / "files", tmp_path / "c")
-    _declare(tmp_path / "c", **changes)
-    with pytest.raises(errors.CorruptCheckpointError, match=told) as caught:
-        flax_ckpt_compat.restore(tmp_path / "c")
-    assert caught.value.leaf == "a"
+    path = copied(written, layout, tmp_path / "c")
+    change(path)
+    with pytest.raises(error, match=told) as caught:
+        flax_ckpt_compat.restore(path)
+    assert len(str(caught.value)) < 5000 and str(path) in str(caught.value)
+    if isinstance(change, partial) and change.func is _declare:
+        assert caught.value.leaf == "a"
+    assert layout != "gda" or caught.value.leaf == "b" or "missing" in str(caught.value)
 
 
 def test_arrays_of_only_the_fill_value_restore(written: Path, tmp_path: Path) -> None:
     """Of a release that left out their chunks: 80 MB of zeros, of a checkpoint of 6 kB."""
-    shutil.copytree(written / "files", tmp_path / "c")
-    _declare(tmp_path / "c", shape=[10_000_000], chunks=[10_000_000])
+    _declare(copied(written, "files", tmp_path / "c"), shape=[10_000_000], chunks=[10_000_000])
     found = flax_ckpt_compat.restore(tmp_path / "c")["a"]
     assert (found.shape, np.count_nonzero(found)) == ((10_000_000,), 0)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"shape": [2**40]}, {"shape": [2**40], "chunks": [2**39]}, {"chunks": [1]}, {"dimension_separator": "/"}],
-    ids=repr,
-)
-def test_arrays_of_several_processes_are_as_large_as_their_files(written: Path, tmp_path: Path, changes: Any) -> None:
-    """Before memory is asked for; the leaf is named."""
-    shutil.copy(written / "gda", tmp_path / "c")
-    shutil.copytree(written / "gda_gda", tmp_path / "c_gda")
-    file = tmp_path / "c_gda" / "b" / ".zarray"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises((errors.CorruptCheckpointError, errors.IncompleteCheckpointError), match=r"gda/b|'b'") as caught:
-        flax_ckpt_compat.restore(tmp_path / "c")
-    assert caught.value.leaf == "b" or "missing" in str(caught.value)
-
-
-def _change_entry(path: Path, key: str, depth: int = 1, value_type: str = "np.ndarray") -> None:
-    """Add a leaf to the tree's metadata."""
-    tree = json.loads((path / "_METADATA").read_text())
-    value = {"value_type": value_type, "skip_deserialize": value_type == "None"}
-    tree["tree_metadata"]["x"] = {"key_metadata": [{"key": key, "key_type": 2}] * depth, "value_metadata": value}
-    (path / "_METADATA").write_text(json.dumps(tree))
-
-
-@pytest.mark.parametrize("layout", ["ocdbt", "files", "files of zarr 3"])
-@pytest.mark.parametrize("key", ["\ud800", "x" * 70_000, "\0", ".."])
-def test_names_that_no_file_can_have_are_named_errors(written: Path, tmp_path: Path, layout: str, key: str) -> None:
-    """Half a surrogate pair, 70,000 characters, a zero, a way out: the message says where, and is not a book."""
-    shutil.copytree(written / layout, tmp_path / "c")
-    _change_entry(tmp_path / "c", key)
-    with pytest.raises((errors.CorruptCheckpointError, errors.IncompleteCheckpointError)) as caught:
-        flax_ckpt_compat.restore(tmp_path / "c")
-    assert len(str(caught.value)) < 5000
-    assert str(tmp_path / "c") in str(caught.value)
-
-
-@pytest.mark.parametrize("layout", ["ocdbt", "files"])
-def test_endless_depth_is_refused_at_once(written: Path, tmp_path: Path, layout: str) -> None:
-    """The time grew with their square: 100,000 levels took a minute before."""
-    shutil.copytree(written / layout, tmp_path / "c")
-    _change_entry(tmp_path / "c", "a", 20_000, "None")
-    with pytest.raises(errors.DepthError):
-        flax_ckpt_compat.restore(tmp_path / "c")
-
-
-def test_metadata_of_zarr_3_with_an_empty_list_is_a_named_error(written: Path, tmp_path: Path) -> None:
-    """Found by mutation: a list of codecs without one."""
-    shutil.copytree(written / "files of zarr 3", tmp_path / "c")
-    file = tmp_path / "c" / "a" / "zarr.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "codecs": []}))
-    with pytest.raises(errors.CorruptCheckpointError, match=r"zarr\.json"):
-        flax_ckpt_compat.restore(tmp_path / "c")
 
 
 def test_links_in_circles_have_no_size(checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ from flax_ckpt_compat import checkpoints, errors, plan_restore, restore, rules
 from flax_ckpt_compat.cli import main
 from flax_ckpt_compat.errors import CorruptCheckpointError, KindMismatchError, MissingLeavesError
 from tests.support.samples import fingerprint
+from tests.support.saves import save_items
 
 STATE = {"w": np.arange(4, dtype=np.float32), "step": np.int32(3)}
 EMA = {"w": np.arange(4, dtype=np.float32) / 2, "step": np.int32(3)}
@@ -28,10 +29,8 @@ NOTES = {"epoch": 3}
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two trees of one structure, and JSON, as a real manager saves them."""
     root = tmp_path_factory.mktemp("items") / "run"
-    with ocp.CheckpointManager(root) as manager:
-        for step in (5, 6):
-            trees = {"ema": ocp.args.PyTreeSave(EMA), "net": ocp.args.PyTreeSave(STATE)}
-            manager.save(step, args=ocp.args.Composite(**trees, notes=ocp.args.JsonSave(NOTES)))
+    for step in (5, 6):
+        save_items(root, step, ema=EMA, net=STATE, notes=ocp.args.JsonSave(NOTES))
     return root
 
 
@@ -138,15 +137,8 @@ EMPTY = {"params": {"w": np.full(3, 9.0)}, "opt": {"mu": np.full(3, 9.0)}, "step
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A step with averaged weights as ``params``, and the whole state as ``train_state``."""
-    save(tmp_path, params=AVERAGED, train_state=MODEL)
+    save_items(tmp_path, 1, params=AVERAGED, train_state=MODEL)
     return tmp_path
-
-
-def save(root: Path, **items: Any) -> None:
-    """Save a step of these trees by a real CheckpointManager."""
-    with ocp.CheckpointManager(root) as manager:
-        manager.save(1, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}))
-        manager.wait_until_finished()
 
 
 def equal(found: Any, expected: Any) -> None:
@@ -154,19 +146,12 @@ def equal(found: Any, expected: Any) -> None:
     assert fingerprint(found) == fingerprint(expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"orbax_transforms": {}}], ids=["plain", "transforms"])
-def test_a_state_whose_field_has_an_items_name(root: Path, options: dict[str, Any]) -> None:
-    """The weights of the item ``params`` are not taken for the state's own, nor its other fields left initial."""
-    equal(checkpoints.restore_checkpoint(root, EMPTY, **options), MODEL)
-
-
-def test_the_other_item(root: Path) -> None:
-    """A target like the averaged weights means these."""
+def test_the_structure_of_the_target_chooses(root: Path) -> None:
+    """The weights of the item ``params`` are not taken for the state's own, nor its other fields left initial; items
+    by their names, some or all, still are a mapping of them, also with rules."""
+    equal(checkpoints.restore_checkpoint(root, EMPTY), MODEL)
+    equal(checkpoints.restore_checkpoint(root, EMPTY, orbax_transforms={}), MODEL)
     equal(restore(root, {"w": np.ones(3)}), AVERAGED)
-
-
-def test_a_mapping_of_items(root: Path) -> None:
-    """Items by their names, some or all, still are a mapping of them, also with rules."""
     equal(restore(root, {"params": {"w": np.ones(3)}}), {"params": AVERAGED})
     both = {"params": {"w": np.ones(3)}, "train_state": EMPTY}
     equal(restore(root, both), {"params": AVERAGED, "train_state": MODEL})
@@ -185,9 +170,9 @@ def test_an_almost_fitting_target(root: Path) -> None:
 
 def test_equals(tmp_path: Path) -> None:
     """Between trees of one structure the usual name decides; without one it is an error that names them all."""
-    save(tmp_path / "usual", ema=AVERAGED, state={"w": np.full(3, 5.0)})
+    save_items(tmp_path / "usual", ema=AVERAGED, state={"w": np.full(3, 5.0)})
     equal(restore(tmp_path / "usual", {"w": np.ones(3)}), {"w": np.full(3, 5.0)})
-    save(tmp_path / "others", student=AVERAGED, teacher={"w": np.full(3, 5.0)})
+    save_items(tmp_path / "others", student=AVERAGED, teacher={"w": np.full(3, 5.0)})
     with pytest.raises(KindMismatchError, match=r"student \(1 of 1 leaves\), teacher \(1 of 1 leaves\)"):
         restore(tmp_path / "others", {"w": np.ones(3)})
 

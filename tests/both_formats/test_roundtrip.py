@@ -115,26 +115,23 @@ def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
 
 
-@pytest.mark.parametrize("name", FLAX_KNOWS)
-def test_we_read_real_flax(name: str, tmp_path: Path) -> None:
-    """What legacy Flax wrote restores to the same tree, with and without a target."""
-    tree = SAMPLES[name]()
-    with use_flag(False):
-        flax_checkpoints.save_checkpoint(tmp_path, tree, 1)
-        raw = flax_checkpoints.restore_checkpoint(tmp_path, None)
-    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
-    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, None)) == fingerprint(raw)
-
-
-@pytest.mark.parametrize("name", [*ORBAX_KNOWS, "int keys", "FrozenDict", "OrderedDict"])
-def test_we_read_real_flax_on_orbax(name: str, tmp_path: Path) -> None:
-    """What Flax wrote through Orbax restores to the same tree."""
+@pytest.mark.parametrize(
+    ("name", "orbax"),
+    [
+        *((name, False) for name in FLAX_KNOWS),
+        *((name, True) for name in (*ORBAX_KNOWS, "int keys", "FrozenDict", "OrderedDict")),
+    ],
+)
+def test_we_read_real_flax(name: str, orbax: bool, tmp_path: Path) -> None:
+    """What Flax wrote, by itself or through Orbax, restores to the same tree; by itself, also without a target."""
     if name == "nnx":
         skip_without_typed_keys()
     tree = SAMPLES[name]()
-    with use_flag(True):
+    with use_flag(orbax):
         flax_checkpoints.save_checkpoint(tmp_path, tree, 1)
+        raw = None if orbax else flax_checkpoints.restore_checkpoint(tmp_path, None)
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+    assert orbax or fingerprint(checkpoints.restore_checkpoint(tmp_path, None)) == fingerprint(raw)
 
 
 @pytest.mark.parametrize("name", ORBAX_KNOWS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -50,11 +49,9 @@ def save(folder: str, orbax: bool, kind: str, writer: str, step: int = 1) -> lis
     use(orbax)
     module: Any = checkpoints if writer == "ours" else flax_checkpoints
     manager = GlobalAsyncCheckpointManager() if writer == "flax" and not orbax else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module.save_checkpoint_multiprocess(folder, tree(kind), step, gda_manager=manager)
-        if manager:
-            manager.wait_until_finished()
+    module.save_checkpoint_multiprocess(folder, tree(kind), step, gda_manager=manager)
+    if manager:
+        manager.wait_until_finished()
     barrier("saved")
     return names(folder)
 
@@ -63,24 +60,20 @@ def restore(folder: str, orbax: bool, kind: str, reader: str, step: int | None =
     """Restores with ``ours``, ``flax`` or ``orbax``, onto this mesh, and checks it."""
     use(orbax)
     target = tree(kind, blank=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if reader == "orbax":
-            arguments = ocp.checkpoint_utils.construct_restore_args(target)
-            got = ocp.PyTreeCheckpointer().restore(f"{folder}/checkpoint_1", item=target, restore_args=arguments)
-        elif reader == "ours":
-            got = checkpoints.restore_checkpoint(folder, target, step)
-        else:
-            manager = None if orbax else GlobalAsyncCheckpointManager()
-            got = flax_checkpoints.restore_checkpoint(folder, target, step, gda_manager=manager)
+    if reader == "orbax":
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        got = ocp.PyTreeCheckpointer().restore(f"{folder}/checkpoint_1", item=target, restore_args=arguments)
+    elif reader == "ours":
+        got = checkpoints.restore_checkpoint(folder, target, step)
+    else:
+        manager = None if orbax else GlobalAsyncCheckpointManager()
+        got = flax_checkpoints.restore_checkpoint(folder, target, step, gda_manager=manager)
     check(got, target)
 
 
 def save_with_orbax(folder: str, kind: str) -> None:
     """Saves with real Orbax, without Flax."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ocp.PyTreeCheckpointer().save(f"{folder}/checkpoint_1", tree(kind))
+    ocp.PyTreeCheckpointer().save(f"{folder}/checkpoint_1", tree(kind))
 
 
 def save_given(folder: str, orbax: bool, given: str) -> list[str]:
@@ -102,17 +95,13 @@ def save_given(folder: str, orbax: bool, given: str) -> list[str]:
         options["orbax_checkpointer"] = ocp.PyTreeCheckpointer()
     if given == "async checkpointer":
         options["orbax_checkpointer"] = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in (0, 1, 2, 2):
-            checkpoints.save_checkpoint_multiprocess(
-                folder, tree("plain"), step, keep=2, overwrite=step == 2, **options
-            )
-        if "async_manager" in options:
-            options["async_manager"].wait_previous_save()
-        if "gda_manager" in options:
-            options["gda_manager"].wait_until_finished()
-        got = checkpoints.restore_checkpoint(folder, tree("plain", blank=True), 2)
+    for step in (0, 1, 2, 2):
+        checkpoints.save_checkpoint_multiprocess(folder, tree("plain"), step, keep=2, overwrite=step == 2, **options)
+    if "async_manager" in options:
+        options["async_manager"].wait_previous_save()
+    if "gda_manager" in options:
+        options["gda_manager"].wait_until_finished()
+    got = checkpoints.restore_checkpoint(folder, tree("plain", blank=True), 2)
     check(got, tree("plain"))
     barrier("restored")
     return names(folder)
@@ -120,9 +109,7 @@ def save_given(folder: str, orbax: bool, given: str) -> list[str]:
 
 def refuse_given(folder: str) -> None:
     """Saves a step that exists through a checkpointer of real Orbax."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        checkpoints.save_checkpoint_multiprocess(folder, tree("plain"), 2, orbax_checkpointer=ocp.PyTreeCheckpointer())
+    checkpoints.save_checkpoint_multiprocess(folder, tree("plain"), 2, orbax_checkpointer=ocp.PyTreeCheckpointer())
 
 
 def fail_to_publish(folder: str) -> None:
@@ -132,8 +119,7 @@ def fail_to_publish(folder: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("no renaming in this test")
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atomic, "publish", refuse)
         try:
             checkpoints.save_checkpoint_multiprocess(

@@ -86,40 +86,26 @@ def folders_with(tmp_path: Path, orbax: bool, *steps: int | None) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("blind", "late"), [(0, 1), (1, 0), *(pytest.param(one, one, marks=pytest.mark.slow) for one in (0, 1))]
-)
-def test_one_process_sees_no_directory(orbax: bool, tmp_path: Path, blind: int, late: int, strict: bool) -> None:
-    """The later one raises, whichever that is, and says who found what."""
-    folders = folders_with(tmp_path, orbax, *(None if index == blind else 2 for index in range(2)))
-    outcomes = team_of(2).run(restore_own_view, folders, late, strict)
-    outcome = outcomes[late]
-    kind = "CheckpointNotFoundError" if strict and late == blind else "MultiprocessRestoreError"
-    assert outcome.kinds[0] == kind, outcome
-    found = "/proc/self/cwd/run/checkpoint_2"
-    here, there = (found, "nothing") if late != blind else ("nothing", found)
-    assert f"process {1 - late} of this job found {there}, and process {late} finds {here}" in outcome.error
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("steps", [(None, 2), (2, None), (2, 3), (2, 2)])
+def test_processes_with_views_of_their_own(
+    orbax: bool, tmp_path: Path, steps: tuple[int | None, ...], late: int, strict: bool
+) -> None:
+    """The later one raises, whichever that is, and says who found what; nothing is said where all see the same."""
+    outcomes = team_of(2).run(restore_own_view, folders_with(tmp_path, orbax, *steps), late, strict)
+    if steps[0] == steps[1]:
+        assert [outcome.value for outcome in outcomes] == [2, 2], outcomes
+        return
+    found = [f"{OWN_VIEW}/checkpoint_{step}" if step else "nothing" for step in steps]
+    kind = "CheckpointNotFoundError" if strict and steps[late] is None else "MultiprocessRestoreError"
+    assert outcomes[late].kinds[0] == kind, outcomes
+    told = f"process {1 - late} of this job found {found[1 - late]}, and process {late} finds {found[late]}"
+    assert told in outcomes[late].error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_one_process_sees_an_older_step(orbax: bool, tmp_path: Path, late: int) -> None:
-    """A machine with an old view of the directory."""
-    outcome = team_of(2).run(restore_own_view, folders_with(tmp_path, orbax, 2, 3), late, False)[late]
-    assert outcome.kinds[0] == "MultiprocessRestoreError", outcome
-    assert "run/checkpoint_3" in outcome.error
-    assert "run/checkpoint_2" in outcome.error
-
-
-@pytest.mark.slow
-def test_the_same_checkpoint(orbax: bool, tmp_path: Path) -> None:
-    """Nothing is said where all see the same."""
-    assert team_of(2).call(restore_own_view, folders_with(tmp_path, orbax, 2, 2), 1, False) == [2, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", [0, 1])
 def test_named_steps_that_differ(orbax: bool, tmp_path: Path, late: int) -> None:
     """The later process warns, since it may be meant; the same step in both is nothing to tell of."""
     (folder,) = folders_with(tmp_path, orbax, 2)

@@ -1,9 +1,10 @@
-"""What a failed save by several processes leaves behind, and trees that differ between the processes."""
+"""What a failed save by several processes leaves, processes that stay away, and trees that differ between them."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import resource
 import signal
 import time
@@ -22,7 +23,6 @@ from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.coordination import KeyValueStore
-from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat.errors import CheckpointError
 from tests.multiprocess import jobs
 from tests.multiprocess.jobs import (
@@ -125,13 +125,13 @@ def save_without_a_manager(folder: str, orbax: bool, step: int) -> None:
     manager.wait_previous_save()
 
 
-def save_split_otherwise(folder: str, orbax: bool) -> None:
+def save_split_otherwise(folder: str, orbax: bool, step: int) -> None:
     """Saves an array that process 1 splits over the devices in another order, beside one like those of the others."""
     use(orbax)
     kind = "flat" if jax.process_index() else "plain"
-    tree = {"odd": put(WHOLE, NamedSharding(mesh(kind), P("x"))), **small(1)}
+    tree = {"odd": put(WHOLE, NamedSharding(mesh(kind), P("x"))), **small(step)}
     with config.override(coordination_timeout=20.0):
-        checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+        checkpoints.save_checkpoint_multiprocess(folder, tree, step)
 
 
 def save_own_keys(folder: str, orbax: bool, count: int) -> list[str]:
@@ -168,16 +168,8 @@ def sub_mesh_tree(scale: float, *, of_one: bool = True) -> dict[str, Any]:
     tree: dict[str, Any] = {"n": int(scale), "all": put(WHOLE * scale, NamedSharding(mesh(), P("x")))}
     for name, (owners, _) in SUB_MESHES.items():
         if of_one or len(owners) > 1:
-            tree[name] = _put_some(WHOLE * np.float32(scale), sub_mesh(name))
+            tree[name] = put(WHOLE * np.float32(scale), sub_mesh(name))
     return tree
-
-
-def _put_some(values: Any, sharding: Any) -> Any:
-    places = sharding.addressable_devices_indices_map(values.shape).items()
-    shards = [jax.device_put(values[index], device) for device, index in places]
-    if not shards:
-        return prng_keys.without_shards(values.shape, values.dtype, sharding)
-    return jax.make_array_from_single_device_arrays(values.shape, sharding, shards)
 
 
 def save_on_sub_meshes(folder: str, orbax: bool, background: bool) -> None:
@@ -286,15 +278,6 @@ def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Pa
     team.call(jobs.save_small, str(tmp_path), orbax, 2)
 
 
-def test_no_descriptors_in_process_0(orbax: bool, tmp_path: Path) -> None:
-    """What could not be removed then is removed by the next save of the same processes."""
-    team = team_of(2)
-    for outcome in team.run(save_without_descriptors, str(tmp_path), orbax, 1):
-        assert "Too many open files" in outcome.error
-    team.call(jobs.save_small, str(tmp_path), orbax, 2)
-    assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 2)
-
-
 @IN_ONE_FORMAT
 def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path) -> None:
     """The next save of the same step, and of another one, finds all processes and accuses none."""
@@ -308,23 +291,6 @@ def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path)
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
 
 
-def test_a_manager_that_takes_no_task(orbax: bool, tmp_path: Path) -> None:
-    """The others raise the reason at once, and nothing is left."""
-    team = team_of(2)
-    outcomes = team.run(save_without_a_manager, str(tmp_path), orbax, 1, timeout=15)
-    assert [outcome.kinds[0] for outcome in outcomes] == ["MultiprocessSaveError", "OSError"], outcomes
-    assert all("no tasks in this test" in outcome.error for outcome in outcomes), outcomes
-    assert jobs.names(str(tmp_path)) == []
-
-
-def test_a_sharding_that_differs_in_one_leaf(orbax: bool, tmp_path: Path) -> None:
-    """The error names the leaf, before anything is written."""
-    for outcome in team_of(2).run(save_split_otherwise, str(tmp_path), orbax):
-        assert outcome.kinds[0] == "MultiprocessSaveError", outcome
-        assert all(text in outcome.error for text in ("process 1 saves", "shardings", "look at odd;")), outcome
-    assert jobs.names(str(tmp_path)) == []
-
-
 @pytest.mark.slow
 def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path) -> None:
     """They are not saved, as in Flax, which process 0 says once; a process may hold fewer."""
@@ -332,6 +298,39 @@ def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path) -> Non
     assert others == [[], []]
     assert len(warned) == 1, warned
     assert "are not saved (4 leaves, and 4 in process 0)" in warned[0]
+
+
+MULTI, LEAF = "MultiprocessSaveError", "UnsupportedLeafError"
+# Job, its arguments after the step, the class of the error in each process, and what all of them say.
+FAULTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str], str]] = {
+    "no descriptors": (save_without_descriptors, (), [], "Too many open files"),
+    "no manager": (save_without_a_manager, (), [MULTI, "OSError"], "no tasks in this test"),
+    "other shardings": (save_split_otherwise, (), [MULTI, MULTI], "process 1 saves .*shardings.* look at odd;"),
+    "no place in 0": (jobs.save_without_a_temporary, (0,), [], "not this user's own"),
+    "no place in 1": (jobs.save_without_a_temporary, (1,), [], "not this user's own"),
+    "full disk in 0": (jobs.save_full_disk, (0,), [], "File too large"),
+    "full disk in 1": (jobs.save_full_disk, (1,), [], "File too large"),
+    "leaf in 0": (jobs.save_a_leaf, (0,), [LEAF] * 4, "unknown"),
+    "leaf in 1": (jobs.save_a_leaf, (1,), [MULTI, LEAF, MULTI, MULTI], "unknown"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_in_one_process_fails_in_all(orbax: bool, tmp_path: Path, fault: str) -> None:
+    """At once, for the same reason; the last step stays, nothing is left over, and the next save works."""
+    job, arguments, kinds, told = FAULTS[fault]
+    team = team_of(len(kinds) or 2)
+    team.call(jobs.save_small, str(tmp_path), orbax, 1)
+    outcomes = team.run(job, str(tmp_path), orbax, 2, *arguments, timeout=30)
+    assert not kinds or [outcome.kinds[0] for outcome in outcomes] == kinds, outcomes
+    for outcome in outcomes:
+        assert outcome.kinds and re.search(told, outcome.error, re.S), outcome
+        assert outcome.seconds < 10
+    if fault != "no descriptors":  # with which nothing can be removed
+        assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 1)
+    team.call(jobs.restore_small, str(tmp_path))
+    team.call(jobs.save_small, str(tmp_path), orbax, 3)
+    assert jobs.names(str(tmp_path)) == jobs.steps_and_arrays(orbax, 3)
 
 
 @needs_arrays_without_shards
@@ -357,3 +356,59 @@ def test_sub_meshes_with_real_flax(tmp_path: Path, writer: str) -> None:
 def test_any_leaf_is_restored_onto_a_sub_mesh(tmp_path: Path) -> None:
     """Typed keys, what a transform computed, and plain arrays; what does not fit is the same error in all processes."""
     team_of(3).call(restore_other_kinds, str(tmp_path))
+
+
+# Processes that stay away, or hang: the others raise the reason within the bound
+
+
+WAIT = 1.0
+# Looks are at most half a second apart, and the machine may be busy.
+SLACK = 5.0
+# Processes wait for each other in the same way in both formats.
+in_one_format = pytest.mark.parametrize(
+    "orbax", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["msgpack", "orbax"]
+)
+
+
+@in_one_format
+@pytest.mark.parametrize(
+    ("count", "absent"), [(2, [1]), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, [0]), (4, [1, 3])))]
+)
+def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, absent: list[int]) -> None:
+    """The others fail within the bound, naming missing processes and barrier; saving the step again works."""
+    team = team_of(count)
+    team.call(jobs.save_small, str(tmp_path), orbax, 1)
+    here = [index for index in range(count) if index not in absent]
+    outcomes = team.run(jobs.save_small, str(tmp_path), orbax, 2, None, WAIT, only=here, timeout=20)
+    for index in here:
+        assert outcomes[index].kinds[:2] == ("ProcessTimeoutError", "MultiprocessSaveError")
+        assert f"process {', '.join(map(str, absent))} of {count} did not reach" in outcomes[index].error
+        assert "'begin'" in outcomes[index].error
+        assert "coordination_timeout" in outcomes[index].error
+        assert outcomes[index].seconds < 2 * WAIT + SLACK
+    team.call(jobs.save_small, str(tmp_path), orbax, 2)
+    assert team.call(jobs.restore_small, str(tmp_path)) == [2] * count
+
+
+@pytest.mark.slow
+@in_one_format
+def test_a_late_process_raises_the_same_error(orbax: bool, tmp_path: Path) -> None:
+    """A process that comes when the others have given up fails soon, with the same reason."""
+    team = team_of(4)
+    waited = team.run(jobs.save_small, str(tmp_path), orbax, 1, None, WAIT, only=[0, 1, 3], timeout=20)
+    late = team.run(jobs.save_small, str(tmp_path), orbax, 1, None, WAIT, only=[2], timeout=20)[2]
+    assert late.kinds[0] == "ProcessTimeoutError"
+    assert late.error == waited[0].error
+    assert late.seconds < WAIT + SLACK
+    team.call(jobs.save_small, str(tmp_path), orbax, 1)
+
+
+@in_one_format
+@pytest.mark.parametrize("stage", [pytest.param("begin", marks=pytest.mark.slow), "commit"])
+def test_one_fails_while_another_hangs(orbax: bool, tmp_path: Path, stage: str) -> None:
+    """Nobody waits as long for a process that hangs once another has failed: the save fails anyway."""
+    outcomes = team_of(4).run(jobs.save_while_another_hangs, str(tmp_path), orbax, stage, 12.0, timeout=60)
+    for index in (0, 1, 2):
+        assert "the disk broke" in outcomes[index].error
+        assert outcomes[index].seconds < 0.5 + SLACK
+    assert not checkpoints.available_steps(tmp_path)

@@ -30,25 +30,8 @@ def test_real_orbax_without_flax(tmp_path: Path) -> None:
     team.call(real_jobs.restore, str(tmp_path / "orbax"), True, "turned", "ours")
 
 
-GIVEN = ("gda", "async", "both", "checkpointer", "async checkpointer")
-# Both managers at once are each alone, and Flax's flag says nothing beside a checkpointer.
-QUICK = ((False, "both"), (True, "both"), (False, "checkpointer"), (True, "async checkpointer"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("orbax", "given"),
-    [
-        pytest.param(
-            orbax,
-            given,
-            id=f"{'orbax' if orbax else 'msgpack'}-{given}",
-            marks=() if (orbax, given) in QUICK else pytest.mark.slow,
-        )
-        for orbax in (False, True)
-        for given in GIVEN
-    ],
-)
+@pytest.mark.parametrize("given", ["gda", "async", "both", "checkpointer", "async checkpointer"])
 def test_given_managers_and_checkpointers(orbax: bool, tmp_path: Path, given: str) -> None:
     """They are used and waited for: every save commits, in order, and retention follows."""
     format_given = orbax or "checkpointer" in given

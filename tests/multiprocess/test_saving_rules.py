@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from tests.multiprocess import jobs, rule_jobs
+from tests.multiprocess import jobs
 from tests.support.saves import tree, use_flag
 from tests.support.team import team_of
 
@@ -65,7 +65,7 @@ def test_two_jobs_save_one_step_without_overwrite(orbax: bool, tmp_path: Path) -
     """Both have written before one commits: in one job all processes say that they saved, in the other none does."""
     teams = {"a": team_of(2), "bb": team_of(2, 4)}
     for job, team in teams.items():
-        team.start(rule_jobs.save_beside_another_job, str(tmp_path), orbax, job, len(teams))
+        team.start(jobs.save_beside_another_job, str(tmp_path), orbax, job, len(teams))
     outcomes = {job: team.finish() for job, team in teams.items()}
     assert all(outcome.ok for both in outcomes.values() for outcome in both), outcomes
     saved = [job for job, both in outcomes.items() if [outcome.value[0] for outcome in both] == ["", ""]]
@@ -78,7 +78,7 @@ def test_two_jobs_save_one_step_without_overwrite(orbax: bool, tmp_path: Path) -
 def test_save_checkpoint_on_process_0_only(orbax: bool, tmp_path: Path) -> None:
     """It waits for nobody, with the flag on and off; so does a restore by one process."""
     team = team_of(2)
-    outcome = team.run(rule_jobs.save_alone, str(tmp_path), orbax, 1, only=[0], timeout=20)[0]
+    outcome = team.run(jobs.save_alone, str(tmp_path), orbax, 1, only=[0], timeout=20)[0]
     assert outcome.value == str(tmp_path / "checkpoint_1"), outcome
     outcome = team.run(jobs.restore_plainly, str(tmp_path), only=[1], timeout=20)[1]
     np.testing.assert_array_equal(outcome.value["v"], np.full(3, 1))
@@ -88,13 +88,13 @@ def test_save_checkpoint_on_process_0_only(orbax: bool, tmp_path: Path) -> None:
 def test_save_checkpoint_on_all_processes(orbax: bool, tmp_path: Path) -> None:
     """One saves, and the others hear what to call; with ``overwrite`` all do, one after the other."""
     team = team_of(4)
-    outcomes = team.run(rule_jobs.save_alone, str(tmp_path), orbax, 1)
+    outcomes = team.run(jobs.save_alone, str(tmp_path), orbax, 1)
     assert sum(outcome.ok for outcome in outcomes) == 1, outcomes
     for outcome in outcomes:
         if not outcome.ok:
             assert outcome.kinds[0] == "InvalidCheckpointError", outcome
             assert "in process 0 only, or save_checkpoint_multiprocess in all" in outcome.error
-    team.call(rule_jobs.save_alone, str(tmp_path), orbax, 1, True)
+    team.call(jobs.save_alone, str(tmp_path), orbax, 1, True)
     assert jobs.names(str(tmp_path)) == ["checkpoint_1"]
     for restored in team.call(jobs.restore_plainly, str(tmp_path)):
         np.testing.assert_array_equal(restored["v"], np.full(3, 1))
@@ -102,7 +102,7 @@ def test_save_checkpoint_on_all_processes(orbax: bool, tmp_path: Path) -> None:
 
 def test_save_checkpoint_names_the_function_for_spread_arrays(orbax: bool, tmp_path: Path) -> None:
     """An array that this process sees only a part of is an error, which says what to call; nothing is written."""
-    outcome = team_of(2).run(rule_jobs.save_spread_alone, str(tmp_path), orbax, only=[0], timeout=20)[0]
+    outcome = team_of(2).run(jobs.save_spread_alone, str(tmp_path), orbax, only=[0], timeout=20)[0]
     assert outcome.kinds[0] == "MPACheckpointingRequiredError"
     assert "save_checkpoint_multiprocess" in outcome.error
     assert "w is spread" in outcome.error
@@ -128,18 +128,18 @@ def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any
     """All processes fail within the bound and name the process and the difference; nothing is saved."""
     other = {"orbax": not orbax} if "orbax" in other else other
     orbax = orbax or "compression" in other  # has no effect on msgpack
-    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, [SAME, other], 2, timeout=20):
+    for outcome in team_of(2).run(jobs.save_with, str(tmp_path), orbax, [SAME, other], 2, timeout=20):
         assert outcome.kinds[0] == "MultiprocessSaveError"
         assert "process 1 saves" in outcome.error
         assert all(text in outcome.error for text in found), outcome.error
         assert outcome.seconds < 8
     assert jobs.names(str(tmp_path)) == []
-    team_of(2).call(rule_jobs.save_with, str(tmp_path), orbax, [SAME, SAME])
+    team_of(2).call(jobs.save_with, str(tmp_path), orbax, [SAME, SAME])
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [5, 5]
 
 
 def test_threads_save_at_once(orbax: bool, tmp_path: Path) -> None:
     """Saves to three prefixes, which come in another order in each process, do not take each other for a mistake."""
     for step in range(3):
-        team_of(2).call(rule_jobs.save_in_threads, str(tmp_path), orbax, step)
+        team_of(2).call(jobs.save_in_threads, str(tmp_path), orbax, step)
     assert [checkpoints.available_steps(tmp_path, prefix) for prefix in ("a_", "b_", "c_")] == [[2]] * 3

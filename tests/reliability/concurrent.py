@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -21,27 +22,18 @@ _SLACK = 8 << 20  # bytes that a process may grow by over all saves; real leaks 
 
 def reader(system: System, tally: Tally, extent: Extent) -> None:
     """Restore the latest checkpoint again and again while another process saves with ``keep=2``."""
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        run = f"{folder}/run"
-        with forks.running(lambda: _rotate(system, folder, run)):
-            _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
+    _watch(system, tally, extent, _rotate)
 
 
 def overwrites(system: System, tally: Tally, extent: Extent) -> None:
     """Restore the latest of two steps again and again while another process overwrites it: never the older step."""
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        run = f"{folder}/run"
-        with forks.running(lambda: _overwrite(system, folder, run)):
-            _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
+    _watch(system, tally, extent, _overwrite)
 
 
 def writers(system: System, tally: Tally, extent: Extent) -> None:
     """The same while two processes save the same steps with ``overwrite=True``, as scripts do by mistake."""
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        run = f"{folder}/run"
-        both = [lambda mine=mine: _rotate(system, folder, run, overwrite=True, mine=mine) for mine in (0, 1_000_000)]
-        with forks.running(*both):
-            _watch(system, folder, run, tally, extent, lambda *_: True)
+    both = [functools.partial(_rotate, overwrite=True, mine=mine) for mine in (0, 1_000_000)]
+    _watch(system, tally, extent, *both)
 
 
 def _rotate(system: System, notes: str, folder: str, *, overwrite: bool = False, mine: int = 0) -> None:
@@ -65,20 +57,22 @@ def _save(save: Save, system: System, notes: str, folder: str, number: int) -> N
             file.write(f"blocked: the save: {text_of(error)}\n")
 
 
-def _watch(
-    system: System, notes: str, folder: str, tally: Tally, extent: Extent, right: Callable[[int, int], bool]
-) -> None:
-    seconds = max(0.5, _SECONDS * extent.scale)
-    seen = forks.run(lambda: _reads(system, folder, seconds, right), timeout=seconds + 120)
-    for outcome, times in (seen.value or {f"crash: {seen}": 1}).items():
-        tally.add(outcome, "a restore", times)
-    if os.path.exists(f"{notes}/failures"):
-        with open(f"{notes}/failures", encoding="utf-8") as file:
-            for line in file:
-                tally.add(line.strip(), "the writer")
+def _watch(system: System, tally: Tally, extent: Extent, *writers: Callable[[System, str, str], None]) -> None:
+    """Restore beside writers; where there is one, never what is older than what was restored before."""
+    seconds, is_ordered = max(0.5, _SECONDS * extent.scale), len(writers) == 1
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        run = f"{folder}/run"
+        with forks.running(*(functools.partial(writer, system, folder, run) for writer in writers)):
+            seen = forks.run(lambda: _reads(system, run, seconds, is_ordered=is_ordered), timeout=seconds + 120)
+        for outcome, times in (seen.value or {f"crash: {seen}": 1}).items():
+            tally.add(outcome, "a restore", times)
+        if os.path.exists(f"{folder}/failures"):
+            with open(f"{folder}/failures", encoding="utf-8") as file:
+                for line in file:
+                    tally.add(line.strip(), "the writer")
 
 
-def _reads(system: System, folder: str, seconds: float, right: Callable[[int, int], bool]) -> Counter[str]:
+def _reads(system: System, folder: str, seconds: float, *, is_ordered: bool) -> Counter[str]:
     system.use()
     outcomes, last = Counter[str](), 0
     while not system.module.latest_checkpoint(folder):
@@ -95,7 +89,7 @@ def _reads(system: System, folder: str, seconds: float, right: Callable[[int, in
             if found is None:
                 outcomes["nothing: restored None" if restored is None else "half: never saved"] += 1
             else:
-                outcomes["" if right(found, last) else f"lost: {found} after {last}"] += 1
+                outcomes["" if found >= last or not is_ordered else f"lost: {found} after {last}"] += 1
                 last = found
     return outcomes
 

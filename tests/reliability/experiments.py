@@ -12,18 +12,11 @@ from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: for ``--only``.
-        title: of the row.
-        run: does it for one system.
-        systems: that it is for.
-    """
-
-    name: str
-    title: str
-    run: Callable[[System, Tally, Extent], None]
+    name: str  # for ``--only``
+    title: str  # of the row
+    run: Callable[[System, Tally, Extent], None]  # does it for one system
     systems: tuple[System, ...] = SYSTEMS
 
 

@@ -16,28 +16,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a fork ended.
+    """How a fork ended."""
 
-    Attributes:
-        value: what the function returned.
-        error: the traceback of what it raised; empty if nothing.
-        code: its exit code, negative for a signal.
-        hung: it was killed because it took too long.
-    """
-
-    value: Any = None
-    error: str = ""
-    code: int = 0
-    hung: bool = False
+    value: Any = None  # what the function returned
+    error: str = ""  # the traceback of what it raised; empty if nothing
+    code: int = 0  # its exit code, negative for a signal
+    hung: bool = False  # it was killed because it took too long
 
 
-def run(function: Callable[[], Any], timeout: float = 600.0, kill_after: float | None = None) -> Ended:
+def run(function: Callable[[], Any], timeout: float = 600.0) -> Ended:
     """Call a function in a fork, and return how that ended.
 
     Args:
         function: returns what can be pickled.
         timeout: seconds after which the fork counts as hung.
-        kill_after: seconds after which it is killed, if it still runs; not counted as hung.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -45,11 +37,11 @@ def run(function: Callable[[], Any], timeout: float = 600.0, kill_after: float |
         os.close(reader)
         _work(function, writer)
     os.close(writer)
-    answer, hung, end = b"", False, time.monotonic() + (timeout if kill_after is None else kill_after)
+    answer, hung, end = b"", False, time.monotonic() + timeout
     while True:
         left = end - time.monotonic()
         if not select.select([reader], [], [], max(0.0, left))[0]:
-            hung = kill_after is None
+            hung = True
             os.kill(child, signal.SIGKILL)
             end += 10.0
             continue

@@ -7,7 +7,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from flax_ckpt_compat.errors import CheckpointError
@@ -114,21 +115,28 @@ def judged(system: System, folder: str, states: list[dict[int, int]], *, acknowl
 def random_times(system: System, tally: Tally, extent: Extent) -> None:
     """Kill a process that saves one step after the other, every second time in the background, at a random time."""
     for number in extent.through(range(extent.times(500))):
-        _random_time(system, number, tally)
+        random_time([system], number, tally, background=bool(number % 2))
 
 
-def _random_time(system: System, number: int, tally: Tally) -> None:
-    chance, keep, background = random.Random(f"{system.name} {number}"), 3, bool(number % 2)
+def random_time(
+    systems: Sequence[System], number: int, tally: Tally, *, background: bool, overwrite: bool = False
+) -> None:
+    """Kill a process that saves with each of the systems in turn: step after step, or one step again and again."""
+    first, chance = systems[0], random.Random(f"{systems[0].name} {number}")
+
+    def save(step: int) -> Save:
+        return Save(5 if overwrite else step, 3, overwrite, background)
+
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         notes = f"{folder}/notes"
-        forks.run(
-            lambda: _save_for_ever(system, folder, notes, keep, background=background),
-            kill_after=0.03 + chance.random() * (0.5 if system.is_ours else 1.0),
-        )
+        end = time.monotonic() + 60
+        with forks.running(lambda: _save_for_ever(systems, save, folder, notes)):
+            while not _acknowledged(notes) and time.monotonic() < end:  # until it is under way
+                time.sleep(0.001)
+            time.sleep(chance.random() * (0.2 if first.is_ours else 0.5))
         sure = _acknowledged(notes)
-        saves = [Save(step, keep) for step in range(1, sure + 2)]
-        states = Scenario("", tuple(saves)).states()
-        wrong = judged(system, f"{folder}/run", states[-2:], acknowledged=False)
+        states = Scenario("", tuple(map(save, range(1, sure + 2)))).states()
+        wrong = judged(first, f"{folder}/run", states[-2:], acknowledged=False) if sure else "blocked: the first save"
     tally.add(wrong, f"random time {number}, after step {sure}")
 
 
@@ -139,9 +147,10 @@ def _acknowledged(notes: str) -> int:
         return int((file.read().split() or ["0"])[-1])
 
 
-def _save_for_ever(system: System, folder: str, notes: str, keep: int, *, background: bool) -> None:
-    system.use()
+def _save_for_ever(systems: Sequence[System], save: Callable[[int], Save], folder: str, notes: str) -> None:
     with open(notes, "ab", buffering=0) as file:
         for step in range(1, 10_000):
-            Save(step, keep, background=background).run(system, f"{folder}/run", step)
+            system = systems[step % len(systems)]
+            system.use()
+            save(step).run(system, f"{folder}/run", step)
             file.write(b"%d\n" % step)

@@ -20,20 +20,13 @@ _NEXT_SAVE_EVERY = 5
 
 
 class State(NamedTuple):
-    """What may be on disk after a loss of power.
+    """What may be on disk after a loss of power."""
 
-    Attributes:
-        tree: names and contents.
-        before, after: the steps that may be there.
-        acknowledged: it has to be ``after``.
-        where: when the power was lost.
-    """
-
-    tree: dict[str, Any]
+    tree: dict[str, Any]  # names and contents
     before: STEPS
-    after: STEPS
-    acknowledged: bool
-    where: str
+    after: STEPS  # one of these steps is there
+    acknowledged: bool  # it has to be ``after``
+    where: str  # when the power was lost
 
 
 Batch = tuple[str, list[State]]  # of the scenario with this name

@@ -24,13 +24,14 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
         assert not saved.error and not saved.code, saved
         batches = []
         for look in (_restore, _list_steps):
-            calls, wrong = _count(system, folder, look)
-            assert not wrong, wrong
+            calls, wrong = _case(system, folder, look)
+            assert wrong == "same", wrong
             cases = [(name, at) for name in _ERRORS for at in range(1, calls + 1)]
             chosen = random.Random(look.__name__).sample(cases, extent.times(len(cases)))
             batches += [((look, calls), [case]) for case in chosen]
         for (look, calls), [(name, at)] in extent.through(batches):
-            tally.add(_case(system, folder, look, name, at), f"{look.__name__}, {name} at call {at} of {calls}")
+            wrong = _case(system, folder, look, at, getattr(errno, name))[1]
+            tally.add(wrong, f"{look.__name__}, {name} at call {at} of {calls}")
 
 
 def _save_all(system: System, folder: str) -> None:
@@ -52,34 +53,25 @@ def _list_steps(system: System, folder: str) -> str:
     return "" if found == list(_STEPS) else f"lost: the steps are {found}"
 
 
-def _count(system: System, folder: str, look: Callable[[System, str], str]) -> tuple[int, str]:
-    def count() -> tuple[int, str]:
+def _case(
+    system: System, folder: str, look: Callable[[System, str], str], at: int = 0, error: int = 0
+) -> tuple[int, str]:
+    """Look in a fork where a call fails; return how many calls there were, and the outcome."""
+
+    def hit() -> tuple[int, str]:
         system.use()
-        shim.arm_reads(f"{folder}/run")
-        wrong = look(system, f"{folder}/run")
-        return shim.disarm_reads(), wrong
-
-    ended = forks.run(count)
-    assert ended.value, ended
-    return int(ended.value[0]), str(ended.value[1])
-
-
-def _case(system: System, folder: str, look: Callable[[System, str], str], name: str, at: int) -> str:
-    def hit() -> str:
-        system.use()
-        shim.arm_reads(f"{folder}/run", at, getattr(errno, name))
+        shim.arm_reads(f"{folder}/run", at, error)
         try:
             with quiet():
-                return look(system, f"{folder}/run") or "same"
-        except Exception as error:
-            return _judge(system, error)
-        finally:
-            shim.disarm_reads()
+                outcome = look(system, f"{folder}/run") or "same"
+        except Exception as raised:
+            outcome = _judge(system, raised)
+        return shim.disarm_reads(), outcome
 
     ended = forks.run(hit)
-    if ended.hung or ended.code:
-        return "hung: it never returned" if ended.hung else f"crash: it ended with {ended.code}"
-    return ended.error or str(ended.value)
+    if ended.hung:
+        return 0, "hung: it never returned"
+    return ended.value or (0, ended.error or f"crash: it ended with {ended.code}")
 
 
 def _judge(system: System, error: Exception) -> str:

@@ -14,14 +14,10 @@ _SHOWN = 5
 
 @dataclasses.dataclass
 class Tally:
-    """The outcomes of one experiment with one system.
+    """The outcomes of one experiment with one system."""
 
-    Attributes:
-        prints: the first examples of what goes wrong are printed at once.
-        counts: outcome → how often; those of `GOOD` are right.
-    """
-
-    prints: bool = False
+    prints: bool = False  # the first examples of what goes wrong, at once
+    # By outcome; those of `GOOD` are right.
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
@@ -55,13 +51,9 @@ _FEW = 0.05  # below this, of a few scenarios only: preparing each takes longer 
 
 @dataclasses.dataclass
 class Extent:
-    """How much to do.
+    """How much to do."""
 
-    Attributes:
-        scale: 1 is the long form.
-    """
-
-    scale: float = 1.0
+    scale: float = 1.0  # 1 is the long form
 
     def times(self, count: int, least: int = 1) -> int:
         """Return how often instead of a count of the long form."""

@@ -32,54 +32,21 @@ def _command(*arguments: object) -> str:
     return done.stdout
 
 
-SHIM = ("calls", "kills", "errors", "power")
-DAMAGE = ("bytes", "flips", "fuzz")
-
-
 @pytest.mark.slow
-@needs_shim
-@needs_attributes
-def test_a_little_of_each() -> None:
-    """A little of the next test; that damage is found, the tests of checksums and of hostile files show."""
-    _command("--ours", "--scale", 0.0002, *(f"--only={name}" for name in SHIM))
-
-
-@needs_shim
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.03])
-def test_nothing_of_ours_is_lost(scale: float) -> None:
-    """Whatever is injected, what was acknowledged restores, and nothing half is ever restored."""
-    _command("--ours", "--scale", scale, *(f"--only={name}" for name in SHIM))
-
-
-@needs_shim
-@pytest.mark.slow
-def test_what_cannot_be_read_is_neither_absent_nor_damaged() -> None:
-    """Each call that reads fails once: never the target, nor an older step, nor an error that blames the checkpoint."""
-    _command("--ours", "--only=reads")
-
-
-@needs_shim
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.015])
-def test_nothing_of_two_processes_is_lost(scale: float) -> None:
-    """Whichever of the two is hit, and wherever."""
-    _command("--ours", "--scale", scale, "--only=team calls", "--only=team power")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.008])
-def test_readers_beside_writers_and_a_soak(scale: float) -> None:
-    """Every restore finds a whole checkpoint, and nothing piles up in the process."""
-    _command("--ours", "--scale", scale, *(f"--only={name}" for name in ("reader", "overwrites", "writers", "soak")))
-
-
-@needs_attributes
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.005])
-def test_damage_is_found(scale: float) -> None:
-    """Every flipped bit changes nothing, or gives an error of ours, as every file does that was mutated at random."""
-    _command("--ours", "--scale", scale, *(f"--only={name}" for name in DAMAGE))
+@pytest.mark.parametrize(
+    ("scale", "names"),
+    [
+        pytest.param(0.03, "calls kills errors power", marks=[needs_shim, needs_attributes]),
+        pytest.param(1, "reads", marks=needs_shim),
+        pytest.param(0.015, "team_calls team_power", marks=needs_shim),
+        (0.008, "reader overwrites writers soak"),
+        pytest.param(0.005, "bytes flips fuzz", marks=needs_attributes),
+    ],
+)
+def test_nothing_of_ours_is_lost(scale: float, names: str) -> None:
+    """Whatever is injected, into one process or one of two, what was acknowledged restores, and nothing half is ever
+    restored. What cannot be read is neither absent nor damaged, and every flipped bit changes nothing or is found."""
+    _command("--ours", "--scale", scale, *(f"--only={name.replace('_', ' ')}" for name in names.split()))
 
 
 @needs_shim

@@ -52,21 +52,13 @@ def _same(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One way to save and restore.
+    """One way to save and restore."""
 
-    Attributes:
-        name: as the table shows it.
-        module: with the functions of ``flax.training.checkpoints``.
-        orbax: the format.
-        settings: of ours.
-        shared: several processes save; one restores.
-    """
-
-    name: str
-    module: Any
-    orbax: bool
-    settings: tuple[tuple[str, Any], ...] = ()
-    shared: bool = False
+    name: str  # as the table shows it
+    module: Any  # with the functions of ``flax.training.checkpoints``
+    orbax: bool  # the format
+    settings: tuple[tuple[str, Any], ...] = ()  # of ours
+    shared: bool = False  # several processes save; one restores
 
     @property
     def is_ours(self) -> bool:
@@ -120,18 +112,12 @@ SHARED_SYSTEMS = tuple(dataclasses.replace(SYSTEMS[number], shared=True) for num
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """One save.
-
-    Attributes:
-        step: as passed; the value is numbered by the save's place in its scenario.
-        keep, overwrite: as passed.
-        background: by an AsyncManager, and waited for.
-    """
+    """One save; its value is numbered by its place in its scenario."""
 
     step: int
     keep: int = 5
     overwrite: bool = False
-    background: bool = False
+    background: bool = False  # by an AsyncManager, and waited for
 
     def run(self, system: System, folder: str, number: int) -> None:
         """Save the value with this number, and return when it is acknowledged."""
@@ -153,14 +139,9 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """Saves one after the other into one directory; what is injected hits the last.
+    """Saves one after the other into one directory; what is injected hits the last."""
 
-    Attributes:
-        name: what is special.
-        saves: in their order.
-    """
-
-    name: str
+    name: str  # what is special
     saves: tuple[Save, ...]
 
     def states(self) -> list[STEPS]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
 from flax.training import train_state
 from hypothesis import given, settings
@@ -140,27 +138,15 @@ def _items(path: Path) -> None:
         save(path / name, tree(1), format="orbax")
 
 
-def _npz(path: Path) -> None:
-    with path.open("wb") as file:
-        np.savez(file, a=np.ones(3))
-
-
 def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+# Beside the rows of tests/data/path_kinds.toml.
 FOREIGN: dict[str, Callable[[Path], Any]] = {
-    "text": lambda path: path.write_text("loss, accuracy\n0.1, 0.9\n"),
-    "bytes": lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)),
-    "JSON": lambda path: path.write_text(json.dumps({"a": 1})),
     "image of a disk": lambda path: path.write_bytes(bytes(2**15) + b"CD001"),
-    "two msgpack documents": lambda path: path.write_bytes(2 * serialization.to_bytes(tree(1))),
     "step with a damaged record": _damaged_step,
-    "npz": _npz,
     "pipe": _pipe,
-    "link to nothing": lambda path: path.symlink_to("nowhere"),
-    "directory of text": lambda path: (path.mkdir(), (path / "a.txt").write_text("mine")),
-    "directory of steps": lambda path: [save(path, tree(n), step=n, format=FORMATS[n % 2]) for n in (1, 2)],
     "directory of items": _items,
     "directory of a checkpoint": lambda path: save(path / "checkpoint", tree(1), format="msgpack"),
     "manager": _manager,
@@ -168,7 +154,6 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "checkpoint with a step": _checkpoint_with("checkpoint_7/weights"),
     "checkpoint with a folder": _checkpoint_with("plots/loss.png"),
     "zarr": lambda path: [(path / "a").mkdir(parents=True), (path / "a" / ".zarray").write_text("{}")],
-    "link to text": lambda path: ((path.parent / "x").write_text("mine"), path.symlink_to("x")),
 }
 
 

@@ -25,15 +25,38 @@ from flax_ckpt_compat import errors, rules, save
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save.snapshot import Copies
-from tests.support.saves import before_publish, names, run_python, tree, use_flag
-
-MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}
+from tests.support.saves import before_publish, names, run_saving, tree, use_flag
 
 
-@pytest.fixture(params=MANAGERS)
+class Asking:
+    """A user's own manager, which asks for the result of its save whenever it is called."""
+
+    save_future: Any = None
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1)
+
+    def wait_previous_save(self) -> None:
+        if self.save_future is not None:
+            self.save_future.result()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        self.wait_previous_save()
+        self.save_future = self.executor.submit(task)
+
+
+class Retelling(Asking):
+    """One that tells of it in words of its own, anew at each call."""
+
+    def wait_previous_save(self) -> None:
+        if self.save_future is not None and (error := self.save_future.exception()):
+            raise RuntimeError(str(error))
+
+
+@pytest.fixture(params=[ours.AsyncManager, flax_checkpoints.AsyncManager], ids=["ours", "Flax's"])
 def manager(request: pytest.FixtureRequest) -> Any:
     """Our AsyncManager, and Flax's own class."""
-    return MANAGERS[request.param]()
+    return request.param()
 
 
 class Gate:
@@ -170,8 +193,10 @@ TOLD: dict[str, Callable[[Path, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", TOLD)
-def test_a_failure_is_raised_once(flag: bool, tmp_path: Path, manager: Any, gate: Gate, call: str) -> None:
+@pytest.mark.parametrize("kind", [ours.AsyncManager, flax_checkpoints.AsyncManager, Asking, Retelling])
+def test_a_failure_is_raised_once(flag: bool, tmp_path: Path, kind: Any, gate: Gate, call: str) -> None:
     """Nobody goes on unawares, though Flax's own manager forgets the failure of a save that has ended."""
+    manager = kind()
     gate.open.set()
     for name in ("run", "first"):
         ours.save_checkpoint(tmp_path / name, {"n": 0}, 0)
@@ -181,6 +206,7 @@ def test_a_failure_is_raised_once(flag: bool, tmp_path: Path, manager: Any, gate
         TOLD[call](tmp_path, manager)
     gate.error = None
     TOLD[call](tmp_path, manager)
+    save_two(tmp_path / "last", manager)
     manager.wait_previous_save()
 
 
@@ -281,49 +307,6 @@ def test_look_ups_wait_for_their_time(tmp_path: Path, gate: Gate) -> None:
     assert calls == [1] and not async_saves.saves_into(location_of(tmp_path))
 
 
-class Asking:
-    """A user's own manager, which asks for the result of its save whenever it is called."""
-
-    save_future: Any = None
-
-    def __init__(self) -> None:
-        self.executor = ThreadPoolExecutor(1)
-
-    def wait_previous_save(self) -> None:
-        if self.save_future is not None:
-            self.save_future.result()
-
-    def save_async(self, task: Callable[[], Any]) -> None:
-        self.wait_previous_save()
-        self.save_future = self.executor.submit(task)
-
-
-class Retelling(Asking):
-    """One that tells of it in words of its own, anew at each call."""
-
-    def wait_previous_save(self) -> None:
-        if self.save_future is not None and (error := self.save_future.exception()):
-            raise RuntimeError(str(error))
-
-
-@pytest.mark.parametrize("kind", [Asking, Retelling])
-@pytest.mark.parametrize("raised_by", ["save", "restore"])
-def test_a_users_own_manager_raises_a_failure_once(
-    flag: bool, tmp_path: Path, gate: Gate, raised_by: str, kind: type[Asking]
-) -> None:
-    """Not at every later save, for ever."""
-    manager: Any = kind()
-    gate.open.set()
-    ours.save_checkpoint(tmp_path, tree(0), 0)
-    fail_once(gate, tmp_path, manager, finished=True)
-    gate.error = None
-    with pytest.raises(errors.StorageError, match="broke"):
-        save_two(tmp_path, manager) if raised_by == "save" else ours.restore_checkpoint(tmp_path, None)
-    save_two(tmp_path, manager)
-    manager.wait_previous_save()
-    assert "checkpoint_2" in names(tmp_path)
-
-
 class Hooked(Asking):
     """A manager whose tasks end with a save of its program's own, and whose failures are others', too."""
 
@@ -397,41 +380,30 @@ def test_a_failure_of_a_hook_after_the_save_is_raised_once(tmp_path: Path, raise
 
 
 AT_EXIT = """
-import sys, time
-import numpy as np, flax
-from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.local import atomic as files
-folder, flag = sys.argv[1], sys.argv[2] == "True"
-flax.config.update("flax_use_orbax_checkpointing", flag)
-publish = files.publish
+publish = atomic.publish
 def slow(*arguments, **options):
     time.sleep(0.3)
     publish(*arguments, **options)
-files.publish = slow
+atomic.publish = slow
 checkpoints.save_checkpoint(folder, {"w": np.arange(3)}, 1, async_manager=checkpoints.AsyncManager())
 """
 
 
 def test_the_interpreter_finishes_saves_at_exit(flag: bool, tmp_path: Path) -> None:
     """A program that ends right after an async save leaves a whole checkpoint and says nothing."""
-    _, err = run_python(AT_EXIT, tmp_path, flag)
+    _, err = run_saving(AT_EXIT, tmp_path, flag)
     assert "failed" not in err
     np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["w"], np.arange(3))
 
 
 IN_A_PROCESS = """
-import multiprocessing, sys
+import multiprocessing
 def work():
-    import flax
-    from flax.training import checkpoints as theirs
-    from flax_ckpt_compat import checkpoints
-    from flax_ckpt_compat._core.local import atomic
-    flax.config.update("flax_use_orbax_checkpointing", False)
     def fail(*arguments, **options):
         raise OSError("the disk broke")
     atomic.publish = fail
     for number, module in enumerate([checkpoints, theirs]):
-        checkpoints.save_checkpoint(f"{sys.argv[1]}/{number}", {"n": 1}, 1, async_manager=module.AsyncManager())
+        checkpoints.save_checkpoint(f"{folder}/{number}", {"n": 1}, 1, async_manager=module.AsyncManager())
 process = multiprocessing.get_context("fork").Process(target=work)
 process.start()
 process.join(60)
@@ -441,7 +413,7 @@ assert process.exitcode == 0
 
 def test_a_failure_is_logged_at_the_end_of_a_process(tmp_path: Path) -> None:
     """The processes of multiprocessing call no exit handlers."""
-    _, err = run_python(IN_A_PROCESS, tmp_path, PYTHONWARNINGS="ignore")
+    _, err = run_saving(IN_A_PROCESS, tmp_path, False)
     assert all(f"{tmp_path}/{number} failed: OSError('the disk broke')" in err for number in range(2))
 
 
@@ -507,12 +479,6 @@ def test_saves_in_a_managers_own_pool(flag: bool, tmp_path: Path, manager: Any) 
 
 
 LATE = """
-import atexit, sys, threading, flax
-import numpy as np
-from flax.training import checkpoints as theirs
-from flax_ckpt_compat import checkpoints
-folder, flag = sys.argv[1], sys.argv[2] == "True"
-flax.config.update("flax_use_orbax_checkpointing", flag)
 tree = {"w": np.arange(300000.0), "s": "x", **{f"a{n}": np.ones(300) for n in range(20)}}
 
 def save(where, manager):
@@ -537,7 +503,7 @@ threading.Thread(target=after_main).start()
 
 def test_saves_when_there_are_no_more_threads(flag: bool, tmp_path: Path) -> None:
     """After main, in exit handlers and with a pool that was shut down, an async save is done at once."""
-    out, err = run_python(LATE, tmp_path, flag)
+    out, err = run_saving(LATE, tmp_path, flag)
     assert sorted(out.split()) == ["flax", "ours", "shutdown", "thread"], err
     assert "Traceback" not in err
 
@@ -578,14 +544,9 @@ def test_a_save_that_is_refused_and_runs_all_the_same(tmp_path: Path, gate: Gate
 
 
 FORKED_MANAGER = """
-import os, signal, sys, threading
-import flax
-from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves
-
-flax.config.update("flax_use_orbax_checkpointing", False)
-folder, hold, begun = sys.argv[1], threading.Event(), threading.Event()
+hold, begun = threading.Event(), threading.Event()
 used, busy = checkpoints.AsyncManager(), checkpoints.AsyncManager(max_workers=2)
 checkpoints.save_checkpoint(folder, {"n": 1}, 1, async_manager=used)
 used.wait_previous_save()
@@ -608,7 +569,7 @@ busy.wait_previous_save()
 
 def test_a_forked_child_saves_with_its_parents_managers(tmp_path: Path) -> None:
     """A manager whose thread, or save, is the parent's begins anew in the child, which waits for no save of that."""
-    run_python(FORKED_MANAGER, tmp_path, PYTHONWARNINGS="ignore")
+    run_saving(FORKED_MANAGER, tmp_path, False)
 
 
 def test_the_managers_own_calls_raise_the_failure_before() -> None:

@@ -18,7 +18,7 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import syncing
 from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
 from tests.support.peers import needs, skip_without_typed_keys
-from tests.support.saves import names, run_python, use_flag
+from tests.support.saves import names, run_saving, use_flag
 
 TREE = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(4, np.float32), "n": 3}, "l": [np.zeros(1, np.int8)]}
 
@@ -114,19 +114,15 @@ def assert_same(restored: Any, expected: Any) -> None:
 
 
 def test_save_and_restore_go_through_it(checkpointer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The given object writes and reads, and the tree comes back with its containers, dtypes and types."""
+    """The given object writes and reads, and the tree comes back with its containers, dtypes and types; our own reader
+    restores it, also while its save is on its way."""
     saves = count(checkpointer, "save", monkeypatch)
     path = checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     assert path == str(tmp_path / "checkpoint_1") and saves == [path]
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
     restores = count(checkpointer, "restore", monkeypatch)
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), TREE)
     assert restores == [path]
-
-
-def test_what_it_writes_is_restored_without_it(checkpointer: Any, tmp_path: Path) -> None:
-    """Our own reader restores what the given object wrote, also while its save is on its way."""
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
 
 
 def test_msgpack_files_need_no_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,19 +245,26 @@ def test_an_interrupted_wait_loses_no_commit(
     checkpointer.close()
 
 
+@pytest.mark.parametrize("fault", ["commit", "sync"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
-    """The old checkpoint of a step is there, whole, while the new one is written and after that failed."""
+def test_a_failed_overwrite_leaves_the_old(
+    kind: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there, whole, while the new one is written, and after that failed, or Orbax's files cannot be synced."""
     handler = Gated()
     checkpointer = KINDS[kind](handler)
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     settle(tmp_path)
-    handler.error = FIRE
     new = {**TREE, "a": TREE["a"] + 1}
-    with pytest.raises(RuntimeError, match="fire"):
-        checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
-        assert os.path.exists(tmp_path / "checkpoint_1" / "_METADATA")
-        settle(tmp_path)
+    with monkeypatch.context() as patch:
+        if fault == "sync":
+            patch.setattr(syncing, "_sync", failing_sync)
+        else:
+            handler.error = FIRE
+        with pytest.raises((RuntimeError, StorageError), match=r"fire|Input/output error"):
+            checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
+            assert (tmp_path / "checkpoint_1" / "_METADATA").exists()
+            settle(tmp_path)
     assert checkpoints.available_steps(tmp_path) == [1]
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
     handler.error = None
@@ -269,26 +272,6 @@ def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     settle(tmp_path)
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), new)
     assert os.listdir(tmp_path) == ["checkpoint_1"]
-    checkpointer.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_overwrite_that_cannot_be_synced_leaves_the_old(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new one, of which Orbax has synced nothing, is removed."""
-    checkpointer = KINDS[kind](ocp.PyTreeCheckpointHandler())
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    settle(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(syncing, "_sync", failing_sync)
-        with pytest.raises(StorageError, match="Input/output error"):
-            checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1, overwrite=True, orbax_checkpointer=checkpointer)
-            settle(tmp_path)
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
-    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
-    settle(tmp_path)
-    assert os.listdir(tmp_path) == ["checkpoint_2"]
     checkpointer.close()
 
 
@@ -352,23 +335,22 @@ def test_jax_targets_get_their_device(tmp_path: Path) -> None:
 
 
 EXIT = """
-import sys, time, numpy as np, orbax.checkpoint as ocp
-from flax_ckpt_compat import checkpoints
+import orbax.checkpoint as ocp
 class Slow(ocp.PyTreeCheckpointHandler):
     def finalize(self, directory):
         time.sleep(0.5)
         super().finalize(directory)
 checkpointer = ocp.AsyncCheckpointer(Slow())
-for step in (1, 2):
-    checkpoints.save_checkpoint(sys.argv[1], {"a": np.arange(3)}, step, overwrite=True, orbax_checkpointer=checkpointer)
-checkpoints.save_checkpoint(sys.argv[1], {"a": np.arange(4)}, 2, overwrite=True, orbax_checkpointer=checkpointer)
+for step, size in ((1, 3), (2, 3), (2, 4)):
+    tree = {"a": np.arange(size)}
+    checkpoints.save_checkpoint(folder, tree, step, overwrite=True, orbax_checkpointer=checkpointer)
 """
 
 
 @pytest.mark.slow
 def test_exit_with_a_save_on_its_way(tmp_path: Path) -> None:
     """A program that ends without waiting ends cleanly, its last save published and the older ones evicted."""
-    _, err = run_python(EXIT, tmp_path)
+    _, err = run_saving(EXIT, tmp_path, False)
     if sys.version_info >= (3, 12) and "r shutdown" in err:
         pytest.skip("from Python 3.12 on, Orbax may be refused the threads that it needs while Python exits")
     assert "Traceback" not in err

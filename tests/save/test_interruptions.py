@@ -1,89 +1,81 @@
-"""Signals, forks and closed streams in the middle of saves: Ctrl-C, handlers that save, data loaders, daemons."""
+"""Signals, forks, kills and closed streams within saves: nothing acknowledged is lost, nothing half is latest."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
+import flax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors
-from tests.support.saves import before_publish, names, run_python, tree
+from flax_ckpt_compat._core.local import atomic
+from tests.support import interrupting
+from tests.support.saves import before_publish, names, run_python, run_saving, tree
 
+# A job that saves once more on SIGTERM, which comes once in the middle of a save: as a thread starts, a pool takes a
+# task, or the first save imports a module.
 HANDLER = """
-import _thread, signal, sys
-import flax, numpy as np
-from flax_ckpt_compat import checkpoints
-folder = sys.argv[1]
-flax.config.update("flax_use_orbax_checkpointing", True)
-signal.alarm(30)
+import _thread
+where, kind, preempted = *arguments, []
+manager = kind and eval(kind).AsyncManager()
 tree = {"w": np.arange(1_000_000.0), **{f"a{n}": np.ones(300) for n in range(20)}}
-start, preempted = _thread.start_new_thread, []
-def preempted_here(*call):
+def preempt():
     if not preempted:
-        preempted.append(call)
+        preempted.append(where)
         signal.raise_signal(signal.SIGTERM)
-    return start(*call)
-def save_last(*_):
-    checkpoints.save_checkpoint(folder + "/last", tree, 7)
-_thread.start_new_thread = preempted_here
-signal.signal(signal.SIGTERM, save_last)
-checkpoints.save_checkpoint(folder, tree, 1)
+def preempted_before(real):
+    return lambda *call: preempt() or real(*call)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == where:
+            preempt()
+def save(path, step):
+    checkpoints.save_checkpoint(path, tree, step, keep=9, async_manager=manager)
+    if manager:
+        manager.wait_previous_save()
+if where == "thread":
+    _thread.start_new_thread = preempted_before(_thread.start_new_thread)
+elif where == "pool":
+    threading.Thread.start = preempted_before(threading.Thread.start)
+else:
+    sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGTERM, lambda *_: save(folder + "/last", 7))
+save(folder, 8)
 assert preempted
 """
 
 
-def test_a_handler_saves_while_a_save_starts_a_thread(tmp_path: Path) -> None:
-    """Jobs save once more on SIGTERM, wherever it comes: neither save waits for ever for a lock of the other."""
-    run_python(HANDLER, tmp_path)
+@pytest.mark.parametrize(
+    ("where", "manager", "orbax"),
+    [
+        ("thread", "", True),
+        ("pool", "checkpoints", False),
+        ("pool", "theirs", False),
+        pytest.param("flax_ckpt_compat.legacy.encode", "", False, marks=pytest.mark.slow),
+        pytest.param("flax_ckpt_compat.orbax_backend.ocdbt_writer", "", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_handler_saves_in_the_middle_of_a_save(tmp_path: Path, where: str, manager: str, orbax: bool) -> None:
+    """Neither save waits for ever for a lock of the other, nor finds half of an imported module: the last state of a
+    preempted job was lost."""
+    run_saving(HANDLER, tmp_path, orbax, where, manager, fresh="." in where)
     for saved in (tmp_path / "last", tmp_path):
         np.testing.assert_array_equal(ours.restore_checkpoint(saved, None)["w"], np.arange(1_000_000.0))
 
 
-POOL = """
-import signal, sys, threading
-import flax
-from flax.training import checkpoints as theirs
-from flax_ckpt_compat import checkpoints
-folder, module = sys.argv[1], {"ours": checkpoints, "Flax's": theirs}[sys.argv[2]]
-flax.config.update("flax_use_orbax_checkpointing", False)
-signal.alarm(30)
-start, manager = threading.Thread.start, module.AsyncManager()
-def preempted_here(thread):
-    threading.Thread.start = start
-    signal.raise_signal(signal.SIGTERM)
-    start(thread)
-def save_last(*_):
-    checkpoints.save_checkpoint(folder, {"n": 7}, 7, async_manager=manager)
-    manager.wait_previous_save()
-    assert checkpoints.available_steps(folder) == [7]
-signal.signal(signal.SIGTERM, save_last)
-threading.Thread.start = preempted_here
-checkpoints.save_checkpoint(folder, {"n": 8}, 8, async_manager=manager)
-assert threading.Thread.start is start
-"""
-
-
-@pytest.mark.parametrize("manager", ["ours", "Flax's"])
-def test_a_handler_saves_while_a_pool_takes_a_task(tmp_path: Path, manager: str) -> None:
-    """Python's pools share a lock: a handler's async save would wait for ever for the call that it interrupted."""
-    run_python(POOL, tmp_path, manager)
-    assert ours.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_8")
-
-
 WAITING = """
-import signal, sys, threading
-import flax
-from flax.training import checkpoints as theirs
-from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.local import atomic
-folder, module = sys.argv[1], {"ours": checkpoints, "Flax's": theirs}[sys.argv[2]]
-flax.config.update("flax_use_orbax_checkpointing", False)
-broke, manager = threading.Event(), module.AsyncManager()
+broke, manager = threading.Event(), eval(arguments[0]).AsyncManager()
 publish = atomic.publish
 def fail(temporary, final, **options):
     if final.endswith("1"):
@@ -109,10 +101,10 @@ manager.wait_previous_save()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("manager", ["ours", "Flax's"])
+@pytest.mark.parametrize("manager", ["checkpoints", "theirs"])
 def test_an_interrupted_wait_loses_no_failure(tmp_path: Path, manager: str) -> None:
     """After Ctrl-C the background save still runs: the next call waits for it, and raises its failure, once."""
-    out, _ = run_python(WAITING, tmp_path, manager)
+    out, _ = run_saving(WAITING, tmp_path, False, manager)
     assert out.split() == ["interrupted", "True"]
     assert names(tmp_path) == ["checkpoint_2"]
 
@@ -171,44 +163,8 @@ def test_an_interrupted_import_of_tensorstore(tmp_path: Path) -> None:
     assert run_python(IMPORT, fresh=True)[0] == "[0, 0, 0]\n"
 
 
-DURING_IMPORT = """
-import os, signal, sys, time
-import flax, numpy as np
-from flax_ckpt_compat import checkpoints
-signal.alarm(30)
-flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "True")
-save = lambda step: checkpoints.save_checkpoint(sys.argv[1], {"w": np.full(3, step)}, step, keep=5)
-signal.signal(signal.SIGTERM, lambda *_: save(2))
-
-class Preempted:
-    def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[3]:
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.3)
-
-sys.meta_path.insert(0, Preempted())
-save(1)
-assert not any(isinstance(one, Preempted) for one in sys.meta_path)
-print(checkpoints.available_steps(sys.argv[1]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_handler_saves_while_the_first_save_imports(flag: bool, tmp_path: Path) -> None:
-    """It found half of the imported module: an AttributeError, and the last state of a preempted job was lost."""
-    module = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if flag else "flax_ckpt_compat.legacy.encode"
-    out, _ = run_python(DURING_IMPORT, tmp_path, flag, module, fresh=True)
-    assert "2" in out
-
-
 FORKED = """
-import os, signal, sys
-import flax, numpy as np
-from flax_ckpt_compat import checkpoints, verify
-signal.alarm(30)
-folder, tree = sys.argv[1], {"w": np.arange(9.0)}
+tree = {"w": np.arange(9.0)}
 
 def save(name, flag):
     flax.config.update("flax_use_orbax_checkpointing", flag)
@@ -229,14 +185,11 @@ save("parent2", True)
 
 def test_a_fork_of_a_process_that_saved(tmp_path: Path) -> None:
     """Both formats work in the child, as a worker of a data loader."""
-    run_python(FORKED, tmp_path, PYTHONWARNINGS="ignore")
+    run_saving(FORKED, tmp_path, False)
 
 
 NO_DESCRIPTOR = """
-import os, resource, sys
-import flax
-from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.local import temporaries
+import resource
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 def without_descriptors(call, *arguments):
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -246,11 +199,6 @@ def without_descriptors(call, *arguments):
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-"""
-
-LOOK_UPS = """
-folder, flag = sys.argv[1], sys.argv[2] == "True"
-flax.config.update("flax_use_orbax_checkpointing", flag)
 checkpoints.save_checkpoint(folder, {"w": 1.0}, 1)
 for call in (checkpoints.latest_checkpoint, lambda path: checkpoints.restore_checkpoint(path, None)):
     call(folder)
@@ -261,7 +209,7 @@ for call in (checkpoints.latest_checkpoint, lambda path: checkpoints.restore_che
 
 def test_no_descriptor_is_left_for_a_look_up(flag: bool, tmp_path: Path) -> None:
     """It is an error that says what to do, and no older checkpoint."""
-    run_python(NO_DESCRIPTOR + LOOK_UPS, tmp_path, flag)
+    run_saving(NO_DESCRIPTOR, tmp_path, flag)
 
 
 PAUSED = """
@@ -292,11 +240,6 @@ def test_a_fork_during_a_save_has_a_garbage_collector(tmp_path: Path) -> None:
 
 # Native libraries log so: to the descriptor 2, whatever it is.
 LOGS = """
-import os, sys, threading
-import flax
-import numpy as np
-from flax_ckpt_compat import checkpoints, convert
-
 os.close(2)
 done = threading.Event()
 
@@ -310,13 +253,12 @@ def log():
 thread = threading.Thread(target=log)
 thread.start()
 try:
-    flax.config.update("flax_use_orbax_checkpointing", sys.argv[1] == "orbax")
     tree = {"w": np.arange(300_000.0), "b": 1}
     for step in range(8):
-        checkpoints.save_checkpoint("run", tree, step, keep=9)
-        found = checkpoints.restore_checkpoint("run", None, step)
+        checkpoints.save_checkpoint(folder, tree, step, keep=9)
+        found = checkpoints.restore_checkpoint(folder, None, step)
         assert found["b"] == 1 and np.array_equal(found["w"], tree["w"])
-    for result in convert("run", "converted", to="msgpack" if sys.argv[1] == "orbax" else "orbax"):
+    for result in convert(folder, "converted", to="msgpack" if flag == "True" else "orbax"):
         assert result.status == "converted", result.error
 finally:
     done.set()
@@ -326,8 +268,190 @@ print("all", len(checkpoints.available_steps("converted")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [pytest.param("msgpack", marks=pytest.mark.slow), "orbax"])
-def test_logs_get_into_no_checkpoint(format: str, tmp_path: Path) -> None:
+def test_logs_get_into_no_checkpoint(flag: bool, tmp_path: Path) -> None:
     """The files of a save would get the descriptor of the closed stderr, and the save would succeed."""
-    out, _ = run_python(LOGS, format, cwd=tmp_path, fresh=True)
+    out, _ = run_saving(LOGS, "run", flag, cwd=tmp_path, fresh=True)
     assert out.split() == ["all", "8"]
+
+
+# Real processes, killed for real
+
+
+# One process imports everything once; the writers that are killed, and the readers that come after, are its forks.
+KILLS = """
+from tests.reliability import kills
+from tests.reliability.tally import Tally
+from tests.reliability.workloads import SYSTEMS
+signal.alarm(0)
+mode, tally = arguments[0], Tally(prints=True)
+if "two steps" in mode:
+    atomic.exchange = lambda *_: False
+systems = [one for one in SYSTEMS[:2] if "mixed" in mode or one.orbax == ("orbax" in mode)]
+for number in range(int(arguments[1])):
+    kills.random_time(systems, number, tally, background="async" in mode, overwrite="same" in mode)
+print(tally.wrong, tally.shown())
+"""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "orbax", "async msgpack", "same mixed",
+        *(
+            pytest.param(mode, marks=pytest.mark.slow)
+            for mode in ("msgpack", "async orbax", "same msgpack", "mixed", "same orbax", "same orbax in two steps")
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str, kills: int) -> None:
+    """After each kill all acknowledged steps restore bit for bit, the latest is whole, and the next save works.
+
+    ``same`` overwrites one step again and again: the old or the new is there, whole. ``mixed`` lets files replace
+    directories and back. ``in two steps`` is a file system that cannot exchange two names atomically.
+    """
+    out, _ = run_saving(KILLS, tmp_path, False, mode, kills)
+    assert out.splitlines()[-1].startswith("0 "), out
+
+
+TOGETHER = """
+children = []
+for mine, prefix in enumerate(arguments):
+    child = os.fork()
+    if not child:
+        for step in range(15):
+            tree = {"w": np.full(3000, step), "mine": mine}
+            checkpoints.save_checkpoint(folder, tree, step, prefix, 2, len(set(arguments)) == 1)
+        os._exit(0)
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+"""
+
+
+@pytest.mark.parametrize("prefixes", [("a_", "b_", "a_b_"), ("c_",) * 3], ids=["prefixes of their own", "the same"])
+def test_processes_save_into_one_directory(flag: bool, tmp_path: Path, prefixes: tuple[str, ...]) -> None:
+    """None disturbs another, and each prefix has its own count. Scripts that forget to save the same steps from one
+    process only still get whole checkpoints, without an error or a warning."""
+    _, err = run_saving(TOGETHER, tmp_path, flag, *prefixes)
+    assert "incomplete" not in err
+    assert names(tmp_path) == sorted(f"{prefix}{step}" for prefix in {*prefixes} for step in (13, 14))
+    for prefix in prefixes:
+        for step in (13, 14):
+            restored = ours.restore_checkpoint(tmp_path, None, step, prefix)
+            np.testing.assert_array_equal(restored["w"], np.full(3000, step))
+
+
+# Ctrl-C in both formats' saves, evictions, background saves and conversions, at many places in turn
+
+
+FORMATS = {"msgpack": False, "orbax": True}
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    """A tree whose every value tells the step."""
+    arrays = {f"a{number:02}": np.full(200 * number, step + number, np.float32) for number in range(20)}
+    return {"step": step, "params": arrays, "large": np.full(300_000, step, np.int16), "on_device": jnp.full(9, step)}
+
+
+def check_whole(found: Any, step: int) -> None:
+    """Raise AssertionError if a restored tree is not that of its step."""
+    expected = tree_of(step)
+    assert found["step"] == step, (found["step"], step)
+    assert found["params"].keys() == expected["params"].keys()
+    for name, array in {**expected["params"], "large": expected["large"], "on_device": expected["on_device"]}.items():
+        got = found["params"].get(name, found.get(name))
+        np.testing.assert_array_equal(got, array)
+
+
+class Run:
+    """One directory of one format, and what of it was acknowledged."""
+
+    def __init__(self, folder: Path, format: str) -> None:
+        self.folder, self.format, self.step, self.acknowledged = folder / format, format, 0, -1
+        self.manager = checkpoints.AsyncManager()
+        self.converted = 0
+
+    def save(self, **options: Any) -> Callable[[], Any]:
+        """A save of the next step, or of the last one with ``overwrite``."""
+        self.step += not options.get("overwrite")
+        tree, step = tree_of(self.step), self.step
+        return lambda: checkpoints.save_checkpoint(self.folder, tree, step, **options)
+
+    def save_in_background(self) -> Callable[[], Any]:
+        """Several saves in the background, and the wait for them."""
+        steps = range(self.step + 1, self.step + 4)
+        self.step = steps[-1]
+
+        def call() -> None:
+            for step in steps:
+                checkpoints.save_checkpoint(self.folder, tree_of(step), step, keep=2, async_manager=self.manager)
+            self.manager.wait_previous_save()
+
+        return call
+
+    def convert(self) -> Callable[[], Any]:
+        """A conversion of all steps to the other format."""
+        self.converted += 1
+        target = self.folder.parent / f"converted-{self.format}-{self.converted}"
+        return lambda: flax_ckpt_compat.convert(
+            self.folder, target, to="orbax" if self.format == "msgpack" else "msgpack"
+        )
+
+    def look(self) -> None:
+        """Check all that is there, against what was acknowledged."""
+        with contextlib.suppress(CancelledError):  # of a save whose start was interrupted
+            self.manager.wait_previous_save()
+        steps = checkpoints.available_steps(self.folder)
+        assert max([int(step) for step in steps], default=-1) >= self.acknowledged, (steps, self.acknowledged)
+        for step in steps:
+            check_whole(checkpoints.restore_checkpoint(self.folder, None, step), int(step))
+        for folder in self.folder.parent.glob(f"converted-{self.format}-*"):
+            for step in checkpoints.available_steps(folder):
+                check_whole(flax_ckpt_compat.restore(folder, step=step), int(step))
+
+
+def test_ctrl_c_leaves_no_lock_of_a_directory(tmp_path: Path) -> None:
+    """Wherever it comes while a directory is locked: each later save waited for five seconds."""
+
+    def lock() -> None:
+        with atomic.locked(str(tmp_path)):
+            pass
+
+    at = 1
+    while interrupting.ctrl_c(lock, at):
+        at += 1
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+    assert at > 20
+
+
+KINDS: dict[str, Callable[[Run], Callable[[], Any]]] = {
+    "new": lambda run: run.save(keep=9),
+    "keep": lambda run: run.save(keep=1),
+    "overwrite": lambda run: run.save(overwrite=True),
+    "background": lambda run: run.save_in_background(),
+    "convert": lambda run: run.convert(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_ctrl_c_comes_out_of_each_call(format: str, kind: str, tmp_path: Path) -> None:
+    """Wherever it comes, in Python's own modules and in jax too, a call raises KeyboardInterrupt, and saves work on.
+
+    An eviction raised CleanupError for a descriptor that `shutil.rmtree` had closed twice."""
+    flax.config.update("flax_use_orbax_checkpointing", FORMATS[format])
+    run, is_place, at = Run(tmp_path, format), True, 1
+    for first in ("keep", kind, kind):  # which import what they need
+        KINDS[first](run)()
+    while is_place:
+        is_place = interrupting.ctrl_c(KINDS[kind](run), at)
+        at += 53
+        run.look()
+        run.save(keep=1)()
+        run.acknowledged = run.step
+        for converted in tmp_path.glob("converted-*"):
+            shutil.rmtree(converted)
+    assert at > 1000

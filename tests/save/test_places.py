@@ -1,11 +1,15 @@
-"""Directories that are no place for a checkpoint, file:// URLs, and directories that nobody may search."""
+"""Directories that are no place for a checkpoint, within others, as file:// URLs, or that nobody may search."""
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from click.testing import CliRunner
 from flax_ckpt_compat import (
     checkpoints,
     config,
+    convert,
     diff,
     errors,
     iter_checkpoints,
@@ -25,8 +30,12 @@ from flax_ckpt_compat import (
     verify,
 )
 from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._discovery import contents
+from flax_ckpt_compat._discovery.contents import why_inside
 from flax_ckpt_compat.cli import main
-from tests.support.saves import names, refuse, save_by, tree
+from tests.support.peers import ocp_v1
+from tests.support.saves import names, refuse, save_by, saved_by_peer, tree
 
 SAVES: dict[str, Callable[..., str]] = {
     "save_checkpoint": checkpoints.save_checkpoint,
@@ -103,57 +112,42 @@ def test_file_urls_that_mean_nothing_here(url: str) -> None:
             call()
 
 
-# Names that are not UTF-8
+# Names that are others to TensorStore, or none
 
 WITH_ARRAYS = {"w": np.arange(3), "big": np.ones(200_000), "text": "x"}
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_saves_to_names_that_are_not_utf8(flag: bool, tmp_path: Path, background: bool) -> None:
-    """msgpack saves; Orbax's format is refused with the reason, because TensorStore takes no such path."""
-    folder = tmp_path / os.fsdecode(b"run\xff")
-    manager = checkpoints.AsyncManager() if background else None
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [(os.fsdecode(b"run\xff"), "is not UTF-8"), ("a\\b", "has a backslash"), ("a.__lock", "ends in .__lock")],
+)
+def test_names_that_tensorstore_does_not_take(
+    flag: bool, tmp_path: Path, name: str, why: str, background: bool
+) -> None:
+    """It writes ``a\\b`` to ``a/b``: Orbax's format is refused before anything is lost, with the reason; msgpack saves.
+
+    What it need not read is read all the same."""
+    folder, manager = tmp_path / name, checkpoints.AsyncManager() if background else None
     if not flag:
         save_by(manager, folder, WITH_ARRAYS, 1)
-        assert checkpoints.restore_checkpoint(folder, None)["text"] == "x"
-        return
-    with pytest.raises(errors.StorageError, match=r"is not UTF-8.*save as msgpack") as caught:
-        save_by(manager, folder, WITH_ARRAYS, 1)
-    assert str(caught.value).startswith(f"{tmp_path}/run\\xff/checkpoint_1") and "tmp-" not in str(caught.value)
-    assert names(folder) == []
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_restores_from_names_that_are_not_utf8(flag: bool, tmp_path: Path, compression: str | None) -> None:
-    """TensorStore takes no such names; what it need not read is read all the same."""
-    with config.override(compression=compression):
-        checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, 1)
-    folder = (tmp_path / "run").rename(tmp_path / os.fsdecode(b"run\xff"))
-    np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None)["big"], WITH_ARRAYS["big"])
-    with open_checkpoint(folder) as opened:
-        assert sorted(opened.leaves()) == sorted(WITH_ARRAYS)
-
-
-# Names that are other names to TensorStore
-
-
-@pytest.mark.parametrize(("name", "why"), [("a\\b", "has a backslash"), ("a.__lock", "ends in .__lock")])
-def test_names_that_tensorstore_changes(flag: bool, tmp_path: Path, name: str, why: str) -> None:
-    """TensorStore writes ``a\\b`` to ``a/b``: Orbax's format is refused before anything is lost, msgpack saves."""
-    folder = tmp_path / name
-    if not flag:
-        checkpoints.save_checkpoint(folder, WITH_ARRAYS, 1)
         assert checkpoints.restore_checkpoint(folder, None)["text"] == "x"
         return
     for ckpt_dir, prefix in ((folder, "checkpoint_"), (tmp_path, f"{name}/x_")):
-        with pytest.raises(errors.StorageError, match=rf"{why}.*save as msgpack"):
-            checkpoints.save_checkpoint(ckpt_dir, WITH_ARRAYS, 1, prefix=prefix)
+        with pytest.raises(errors.StorageError, match=rf"{why}.*save as msgpack") as caught:
+            save_by(manager, ckpt_dir, WITH_ARRAYS, 1, prefix=prefix)
+        assert str(caught.value).isprintable() and "tmp-" not in str(caught.value)
     assert names(folder) == [] and names(tmp_path) == [name]
-    with config.override(compression="zstd"):
-        checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, 1)
-    (tmp_path / "run" / "checkpoint_1").rename(folder / "checkpoint_1")
-    found = checkpoints.restore_checkpoint(folder, {**WITH_ARRAYS, "w": np.zeros(3)})
-    np.testing.assert_array_equal(found["w"], WITH_ARRAYS["w"])
+    for step, compression in enumerate((None, "zstd")):
+        with config.override(compression=compression):
+            saved = Path(checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, step))
+        saved.rename(folder / saved.name)
+        for target in (None, {**WITH_ARRAYS, "w": np.zeros(3)}):
+            found = checkpoints.restore_checkpoint(folder, target, step)
+            for array in ("w", "big"):
+                np.testing.assert_array_equal(found[array], WITH_ARRAYS[array])
+        with open_checkpoint(folder) as opened:
+            assert sorted(opened.leaves()) == sorted(WITH_ARRAYS)
 
 
 # Paths that no longer lead anywhere
@@ -196,22 +190,30 @@ def unsearchable(tmp_path: Path) -> Iterator[Path]:
         hidden.parent.chmod(0o700)
 
 
+CALLS: list[Callable[[Any, Any], Any]] = [
+    lambda path, prefix: checkpoints.save_checkpoint(path, tree(), 2, prefix=prefix),
+    lambda path, prefix: checkpoints.restore_checkpoint(path, tree(), prefix=prefix),
+    lambda path, prefix: checkpoints.restore_checkpoint(path, tree(), 1, prefix=prefix),
+    lambda path, prefix: checkpoints.latest_checkpoint(path, prefix),
+    lambda path, prefix: checkpoints.available_steps(path, prefix),
+    lambda path, prefix: save(path, tree(), step=2, prefix=prefix),
+    lambda path, prefix: restore(path, tree(), prefix=prefix),
+    lambda path, prefix: plan_restore(path, tree(), prefix=prefix),
+    lambda path, prefix: open_checkpoint(path, prefix=prefix),
+    lambda path, prefix: list(iter_checkpoints(path, prefix=prefix)),
+    lambda path, prefix: verify(path, prefix=prefix),
+    lambda path, prefix: diff(path, path, prefix=prefix),
+    lambda path, prefix: rules.from_checkpoint(path, "n", prefix=prefix),
+]
+
+
 def test_what_may_not_be_searched_is_not_absent(unsearchable: Path) -> None:
     """No target comes back, and no program starts afresh, because a directory above is closed."""
-    target = tree()
     for call in (
-        lambda: checkpoints.restore_checkpoint(unsearchable, target),
-        lambda: checkpoints.restore_checkpoint(unsearchable, target, 1),
-        lambda: checkpoints.restore_checkpoint(unsearchable / "checkpoint_1", target),
-        lambda: checkpoints.latest_checkpoint(unsearchable),
-        lambda: checkpoints.available_steps(unsearchable),
-        lambda: list(iter_checkpoints(unsearchable)),
-        lambda: restore(unsearchable, target),
-        lambda: open_checkpoint(unsearchable / "checkpoint_1"),
-        lambda: plan_restore(unsearchable, target),
-        lambda: checkpoints.save_checkpoint(unsearchable, target, 2),
-        lambda: checkpoints.save_checkpoint(unsearchable / "new", target, 2),
-        lambda: save(unsearchable / "best", target),
+        *(functools.partial(call, unsearchable, "checkpoint_") for call in CALLS[:-1]),  # a rule looks at nothing
+        lambda: checkpoints.restore_checkpoint(unsearchable / "checkpoint_1", tree()),
+        lambda: checkpoints.save_checkpoint(unsearchable / "new", tree(), 2),
+        lambda: save(unsearchable / "best", tree()),
     ):
         with pytest.raises(errors.StorageError, match="Permission denied; check the permissions of") as caught:
             call()
@@ -245,25 +247,10 @@ def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("given", [b"runs", None, 3, ["runs"], bytearray(b"runs")], ids=repr)
 def test_what_is_no_path(tmp_path: Path, given: Any) -> None:
     """Directories and prefixes that are neither text nor path objects are an error of ours, a TypeError as before."""
-    tree = {"n": 1}
-    for what, where, prefix in (("path", given, "checkpoint_"), ("prefix", tmp_path, given)):
-        calls: list[Callable[[], Any]] = [
-            lambda where=where, prefix=prefix: checkpoints.save_checkpoint(where, tree, 1, prefix=prefix),
-            lambda where=where, prefix=prefix: checkpoints.restore_checkpoint(where, tree, prefix=prefix),
-            lambda where=where, prefix=prefix: checkpoints.latest_checkpoint(where, prefix),
-            lambda where=where, prefix=prefix: checkpoints.available_steps(where, prefix),
-            lambda where=where, prefix=prefix: save(where, tree, step=1, prefix=prefix),
-            lambda where=where, prefix=prefix: restore(where, tree, prefix=prefix),
-            lambda where=where, prefix=prefix: plan_restore(where, tree, prefix=prefix),
-            lambda where=where, prefix=prefix: open_checkpoint(where, prefix=prefix),
-            lambda where=where, prefix=prefix: list(iter_checkpoints(where, prefix=prefix)),
-            lambda where=where, prefix=prefix: verify(where, prefix=prefix),
-            lambda where=where, prefix=prefix: diff(where, where, prefix=prefix),
-            lambda where=where, prefix=prefix: rules.from_checkpoint(where, "n", prefix=prefix),
-        ]
-        for call in calls:
+    for what, path, prefix in (("path", given, "checkpoint_"), ("prefix", tmp_path, given)):
+        for call in CALLS:
             with pytest.raises(errors.ArgumentError, match=f"a {what} is text or a path object, found") as caught:
-                call()
+                call(path, prefix)
             assert isinstance(caught.value, TypeError)
 
 
@@ -272,16 +259,6 @@ def test_names_without_room_for_the_suffix_of_arrays(flag: bool, tmp_path: Path)
     for step in (1, 2):
         checkpoints.save_checkpoint(tmp_path, {"n": step}, step, prefix="é" * 127)
     assert os.listdir(tmp_path) == ["é" * 127 + "2"]
-
-
-def test_a_step_that_links_to_itself_blocks_nothing(flag: bool, tmp_path: Path) -> None:
-    """Like a link to nothing, it is incomplete: neither found nor in the way of a save."""
-    (tmp_path / "checkpoint_11").symlink_to("checkpoint_11")
-    checkpoints.save_checkpoint(tmp_path, {"n": 1}, 1)
-    assert checkpoints.available_steps(tmp_path) == [1]
-    assert checkpoints.restore_checkpoint(tmp_path, None) == {"n": 1}
-    checkpoints.save_checkpoint(tmp_path, {"n": 12}, 12)
-    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_12")
 
 
 def test_a_directory_whose_link_leads_to_nothing(flag: bool, tmp_path: Path) -> None:
@@ -328,3 +305,135 @@ def test_what_is_set_aside_in_a_directory_of_others(
     ):
         checkpoints.restore_checkpoint(tmp_path, tree())
     assert checkpoints.restore_checkpoint(tmp_path, None, 1)["n"] == 1
+
+
+# Checkpoints within others, linked copies, and two formats at one path: none is lost with another
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A step that real Orbax wrote."""
+    return Path(saved_by_peer(tmp_path, tree(1), real_orbax=True))
+
+
+@pytest.mark.parametrize("below", ["sub", "sub/deep"])
+def test_a_save_below_a_checkpoint_is_refused(flag: bool, step: Path, tmp_path: Path, below: str) -> None:
+    """The step's eviction would take it along; the message names a directory outside."""
+    (tmp_path / "link").symlink_to(step)
+    before, told = names(step), f"{step} is a checkpoint, and would be removed .* such as {tmp_path}$"
+    for call in (
+        lambda: checkpoints.save_checkpoint(step / below, tree(2), 2),
+        lambda: checkpoints.save_checkpoint(step / below, tree(2), 2, overwrite=True),
+        lambda: checkpoints.save_checkpoint(tmp_path, tree(2), 2, prefix=f"{step.name}/{below}/x_"),
+        lambda: checkpoints.save_checkpoint(tmp_path / "link" / below, tree(2), 2),
+        lambda: save(step / below / "best", tree(2)),
+    ):
+        with pytest.raises(errors.InvalidCheckpointError, match=told):
+            call()
+    assert names(step) == before
+
+
+@pytest.mark.parametrize("to", ["msgpack", "orbax", "manager", "safetensors"])
+def test_a_conversion_into_a_checkpoint_is_refused(step: Path, tmp_path: Path, to: str) -> None:
+    """As a save there, also of a directory of steps; a dry run says so, too."""
+    src = tmp_path / "src"
+    checkpoints.save_checkpoint(src, tree(7), 7)
+    (tmp_path / "link").symlink_to(step)
+    before, told = names(step), f"{step} is a checkpoint, and would be removed .* such as {tmp_path}$"
+    for source in (src, src / "checkpoint_7"):
+        for dst in (step / "sub", step / "sub" / "deep", tmp_path / "link" / "sub"):
+            for dry_run in (True, False):
+                with pytest.raises(errors.InvalidCheckpointError, match=told):
+                    convert(source, dst, to, step=7 if source != src else None, dry_run=dry_run)
+    assert names(step) == before
+
+
+def test_a_folder_above_that_cannot_be_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no reason to refuse a save: whether it is a checkpoint cannot be known."""
+
+    def refuse(_: str) -> bool:
+        raise errors.StorageError("refused")
+
+    monkeypatch.setattr(contents, "is_certainly_orbax", refuse)
+    assert why_inside(location_of(step / "sub")) is None
+
+
+def test_orbax_v1s_marker_is_enough(tmp_path: Path) -> None:
+    """Whatever other markers it has as well."""
+    ocp_v1.save(tmp_path / "c", {"a": np.ones(2)})
+    if not (tmp_path / "c" / "orbax.checkpoint").exists():
+        pytest.skip("this release writes none")
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (tmp_path / "c" / name).unlink(missing_ok=True)
+    assert (why_inside(location_of(tmp_path / "c" / "sub")) or "").startswith(f"{tmp_path}/c is a checkpoint")
+
+
+def test_a_marker_alone_makes_no_checkpoint(flag: bool, tmp_path: Path) -> None:
+    """A folder of a manager's, of which an interrupted removal left only Orbax's marker, holds nothing to lose."""
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    checkpoints.save_checkpoint(tmp_path / "sub", tree(7), 7)
+    assert restore(tmp_path / "sub")["n"] == 7
+
+
+def test_a_link_out_of_a_checkpoint_is_elsewhere(flag: bool, step: Path, tmp_path: Path) -> None:
+    """The eviction of the step takes the link, and not where it leads."""
+    (tmp_path / "elsewhere").mkdir()
+    (step / "sub").symlink_to(tmp_path / "elsewhere")
+    checkpoints.save_checkpoint(step / "sub", tree(7), 7)
+    checkpoints.save_checkpoint(tmp_path, tree(2), 2)
+    assert names(tmp_path) == ["checkpoint_2", "elsewhere"]
+    assert checkpoints.restore_checkpoint(tmp_path / "elsewhere", None)["n"] == 7
+
+
+TREE = {"w": np.arange(20_000.0), "small": np.ones(3), "n": 1}
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_linked_copy_stays_as_it_is(flag: bool, mapped: bool, tmp_path: Path) -> None:
+    """Saves, overwrites and evictions in one directory change nothing in the other, nor in arrays mapped from it."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for step in (1, 2):
+        checkpoints.save_checkpoint(run, {**TREE, "n": step}, step, keep=2)
+    shutil.copytree(run, copy, copy_function=os.link)
+    before = _content(copy)
+    assert any(os.stat(path).st_nlink == 2 for path in copy.rglob("*") if path.is_file())
+    with config.override(mapped=mapped):
+        held = [checkpoints.restore_checkpoint(folder, None, 2) for folder in (run, copy)]
+        checkpoints.save_checkpoint(run, {**TREE, "w": np.zeros(20_000)}, 2, keep=2, overwrite=True)
+        checkpoints.save_checkpoint(run, TREE, 3, keep=1)
+        for tree in (*held, checkpoints.restore_checkpoint(copy, None, 2)):
+            np.testing.assert_array_equal(tree["w"], TREE["w"])
+    assert checkpoints.available_steps(run) == [3]
+    assert checkpoints.available_steps(copy) == [1, 2]
+    assert _content(copy) == before
+    assert all(verify(copy, step=step).ok for step in (1, 2))
+
+
+FORMATS: tuple[Literal["msgpack", "orbax"], ...] = ("msgpack", "orbax")
+Call = tuple[Any, str]
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Real threads of both formats; every save succeeds, and what stays is one whole checkpoint."""
+    outcomes: Counter[str] = Counter()
+
+    def write(format: Literal["msgpack", "orbax"]) -> None:
+        for _ in range(6):
+            try:
+                save(tmp_path, tree(1), step=1, overwrite=True, format=format)
+                outcomes["ok"] += 1
+            except BaseException as error:
+                outcomes[repr(error)] += 1
+
+    threads = [threading.Thread(target=write, args=(format,)) for format in FORMATS * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {"ok": 24}
+    assert names(tmp_path) == ["checkpoint_1"]
+    assert restore(tmp_path)["n"] == 1

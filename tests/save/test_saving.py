@@ -24,7 +24,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import config, errors
 from tests.support.profiles import examples
 from tests.support.samples import FLAX_KNOWS, SAMPLES, Fields, Pair, fingerprint
-from tests.support.saves import before_publish, names, refuse, run_python, save_by, tree, use_flag
+from tests.support.saves import before_publish, names, refuse, run_saving, save_by, tree, use_flag
 
 FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
 
@@ -167,23 +167,29 @@ def test_a_tree_that_cannot_be_saved_is_refused_before_anything_is_written(
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("is_key", [False, True])
-def test_a_donated_array_is_refused(flag: bool, tmp_path: Path, is_key: bool) -> None:
-    """A deleted jax array is an error that says so, alone and after one that is there."""
-    array = jax.random.key(1) if is_key else jnp.arange(3)
-    there = array.copy()
+def donated(array: jax.Array) -> jax.Array:
+    """What jit leaves of an array that was donated to it."""
     array.delete()
-    for inside in ({"b": array}, {"a": there, "b": array}):
-        with pytest.raises(errors.UnsupportedLeafError, match=r"a/b.*deleted") as caught:
-            ours.save_checkpoint(tmp_path, {"a": inside}, 1)
-        assert caught.value.leaf == "a/b"
+    return array
 
 
-def test_an_abstract_leaf_is_refused(flag: bool, tmp_path: Path) -> None:
-    """The error of a result of jax.eval_shape names the leaf and says what to pass."""
-    target = jax.eval_shape(lambda: {"a": {"b": jnp.zeros(2)}})
-    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b is abstract.*pass the arrays") as caught:
-        ours.save_checkpoint(tmp_path, target, 1)
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: donated(jnp.arange(3)), "deleted"),
+        (lambda: donated(jax.random.key(1)), "deleted"),
+        (lambda: jax.eval_shape(lambda: jnp.zeros(2)), "is abstract.*pass the arrays"),
+    ],
+    ids=["donated array", "donated key", "abstract"],
+)
+def test_an_array_without_values_is_refused(
+    flag: bool, tmp_path: Path, make: Callable[[], Any], told: str, there: bool
+) -> None:
+    """The error names the leaf and says what it is, alone and after one that is there."""
+    inside = {**({"a": jnp.arange(3)} if there else {}), "b": make()}
+    with pytest.raises(errors.UnsupportedLeafError, match=f"a/b.*{told}") as caught:
+        ours.save_checkpoint(tmp_path, {"a": inside}, 1)
     assert caught.value.leaf == "a/b"
 
 
@@ -228,9 +234,7 @@ def test_a_file_in_the_directorys_place_is_an_error(flag: bool, tmp_path: Path) 
 
 
 FULL = """
-import ctypes, errno, os, resource, signal, sys
-import numpy as np, flax
-from flax_ckpt_compat import checkpoints, errors
+import ctypes, errno, resource
 
 def mount_small(folder):
     # In a namespace of this process, with which the mount ends, however that ends.
@@ -242,8 +246,7 @@ def mount_small(folder):
         or libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=3m")
     )
 
-folder, flag, limit = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
-flax.config.update("flax_use_orbax_checkpointing", flag)
+limit = int(arguments[0])
 if not limit and mount_small(folder):
     print("not mounted")
     raise SystemExit
@@ -276,9 +279,14 @@ assert os.listdir(folder) == ["checkpoint_3"]
 """
 
 
-def test_a_write_that_fails_midway_loses_nothing(flag: bool, tmp_path: Path) -> None:
-    """With files cut at 1 MB, a large save is a StorageError; the old checkpoint stays, no temporary does."""
-    run_python(FULL, tmp_path, flag, 10**6)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no namespaces of mounts")
+@pytest.mark.parametrize("limit", [10**6, 0])
+def test_a_full_disk_loses_nothing(flag: bool, tmp_path: Path, limit: int) -> None:
+    """With files cut at 1 MB, or no space left, a large save is a StorageError; the old checkpoint stays, no temporary
+    does."""
+    out, _ = run_saving(FULL, tmp_path, flag, limit)
+    if "not mounted" in out:
+        pytest.skip("only root can mount a small file system")
 
 
 @pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "check the permissions of"), (errno.EIO, "disk")])
@@ -294,21 +302,8 @@ def test_a_refused_write_names_the_checkpoint(
     assert caught.value.errno == number and names(tmp_path) == []
 
 
-def test_a_full_disk_loses_nothing(flag: bool, tmp_path: Path) -> None:
-    """The same on a file system without space."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("no namespaces of mounts")
-    out, _ = run_python(FULL, tmp_path, flag, 0)
-    if "not mounted" in out:
-        pytest.skip("only root can mount a small file system")
-
-
 READ_ONLY = """
-import errno, os, sys
-import flax, numpy as np, numpy.testing
-from flax_ckpt_compat import checkpoints, errors
-folder, flag = sys.argv[1], sys.argv[2] == "True"
-flax.config.update("flax_use_orbax_checkpointing", flag)
+import errno, numpy.testing
 for step in (1, 2):
     checkpoints.save_checkpoint(folder, {"w": np.arange(3)}, step, keep=2)
 checkpoints.restore_checkpoint(folder, None)
@@ -334,7 +329,7 @@ def test_a_directory_that_one_may_only_read(flag: bool) -> None:
     """Saving is a StorageError that names it and changes nothing; listing and restoring work."""
     with tempfile.TemporaryDirectory() as folder:  # unlike pytest's own, one that other users may enter
         os.chmod(folder, 0o755)
-        run_python(READ_ONLY, folder, flag)
+        run_saving(READ_ONLY, folder, flag)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])

@@ -78,7 +78,7 @@ def test_arrays_beside_a_msgpack_file(folder: str, name: str, bucket: Bucket) ->
 
 @STORES
 def test_none_is_lost_with_another(any_bucket: AnyBucket, format: Any) -> None:
-    """As on a disk: see `tests.save.test_inside`."""
+    """As on a disk: see `tests.save.test_places`."""
     root = f"{any_bucket.url}/run"
     save(root, tree(1), step=1, format="orbax")
     with pytest.raises(errors.InvalidCheckpointError, match=f"{root}/checkpoint_1 is a checkpoint.* such as {root}$"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -86,14 +87,14 @@ class Look:
             self.texts[consumer] = str(error)
             return type(error).__name__
 
-    def opens(self, consumer: str, call: Callable[[], Any]) -> str:
-        """Whether a call does not raise, or the class of its error."""
+    def opens(self, consumer: str, call: Callable[[], Any], word: str = "opens") -> str:
+        """A word if a call does not raise, or the class of its error."""
         try:
             call()
         except Exception as error:
             self.texts[consumer] = str(error)
             return type(error).__name__
-        return "opens"
+        return word
 
     def command(self, consumer: str, *arguments: Any) -> Result:
         """Runs a command, which fails only with an error of its own."""
@@ -179,12 +180,8 @@ def changes(look: Look) -> dict[str, Any]:
     before, found = look.digest(look.run, row.at), dict[str, Any]()
 
     def save(consumer: str, place: str, step: float, **options: Any) -> str:
-        try:
-            checkpoints.save_checkpoint(place, NEW, step, prefix, **options)
-        except Exception as error:
-            look.texts[consumer] = str(error)
-            return type(error).__name__
-        return "saved"
+        call = lambda: checkpoints.save_checkpoint(place, NEW, step, prefix, **options)  # noqa: E731
+        return look.opens(consumer, call, "saved")
 
     def left(place: str) -> list[str]:
         now = look.digest(place, row.at)
@@ -205,6 +202,14 @@ def changes(look: Look) -> dict[str, Any]:
     found["after 5.5"] = left(place)
     found["overwrite at 6"] = save("overwrite at 6", place, 6, keep=KEEP_ALL, overwrite=True)
     found["after overwrite"] = left(place)
+    if look.bucket is None:
+        place = look.copied("refused")
+        found["save at 6"] = save("save at 6", place, 6, keep=KEEP_ALL)
+        found["after save"] = left(place)
+        place = look.copied("only_checkpoints")
+        overwrite = functools.partial(flax_ckpt_compat.save, f"{place}/{row.at}", NEW, overwrite=True)
+        found["save()"] = look.opens("save()", overwrite, "saved")
+        found["after save()"] = left(place)
     return found
 
 
@@ -268,23 +273,33 @@ def expected(row: Row, found: dict[str, Any]) -> dict[str, list[Any] | None]:
         "clean lists": [[at] if "clean" in removed else []],
     }
     but = {consumer: None if others == "any" else others for consumer, others in row["but"].items()}
-    return wanted | after_saves(row, columns) | but
+    return wanted | after_saves(row, columns, found) | but
 
 
-def after_saves(row: Row, columns: dict[str, Any]) -> dict[str, list[Any] | None]:
+def after_saves(row: Row, columns: dict[str, Any], found: dict[str, Any]) -> dict[str, list[Any] | None]:
     """What saves of other steps, and of this one, leave."""
-    removed = columns["may_be_removed"]
+    removed, is_step_6 = columns["may_be_removed"], row.at == f"{row.prefix}6"
+    was_there = [] if row["kind"] == "absent" else ["row"]
+    is_there = [] if row["reclaimed"] else was_there
+    holds_nothing = row["kind"] == "absent" or row.base.startswith("empty ")
+    # save() replaces what is certainly a checkpoint, items and temporaries too, by its own path, and nothing foreign.
+    may_go = not row["kind"].startswith("foreign")
+    refusing = {
+        "save at 6": ["saved" if holds_nothing or not is_step_6 else "error"],
+        "after save": [["5", "row, changed"] if holds_nothing and is_step_6 else ["5", *is_there]],
+        "save()": ["saved"] if holds_nothing and is_step_6 else ["error", "saved"] if may_go else ["error"],
+        "after save()": [["5", "row, changed"] if found.get("save()") == "saved" else ["5", *was_there]],
+    }
     if removed == "any":
         return dict.fromkeys(("keep=1", "keep=2", "overwrite at 4", "overwrite at 6", "after overwrite"), None) | {
-            "save at 5.5": ["saved"], "after 5.5": [["5", "row"]],
+            "save at 5.5": ["saved"], "after 5.5": [["5", "row"]], **refusing
         }  # fmt: skip
-    is_there = [] if row["kind"] == "absent" or row["reclaimed"] else ["row"]
-    is_step_6, evicted = row.at == f"{row.prefix}6", "keep" in removed
+    evicted = "keep" in removed
     older = ["5"] if row["in_manager"] else []  # a step with items, which saves never remove
     other_stays = older if columns["counts_for_keep"] else ["5"]
     is_replaced = is_step_6 and ("overwrite" in removed or row["kind"] == "absent")
     blocks = columns["blocks_lower_step"]
-    return {
+    return refusing | {
         "keep=1": [[*older, "7", *([] if evicted else is_there)]],
         "keep=2": [[*other_stays, "7", *is_there]],
         "overwrite at 4": [["4", *older, *([] if evicted else is_there)]],

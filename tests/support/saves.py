@@ -63,6 +63,24 @@ def save_by(manager: Any, directory: Path | str, tree: Any, step: Any, **options
     return path
 
 
+# What programs begin with that save into a directory, their first argument, with Flax's flag, the second.
+_SAVING = """
+import atexit, gc, os, signal, sys, threading, time
+import flax, numpy as np
+from flax.training import checkpoints as theirs
+from flax_ckpt_compat import checkpoints, convert, errors, verify
+from flax_ckpt_compat._core.local import atomic
+folder, flag, *arguments = sys.argv[1:]
+flax.config.update("flax_use_orbax_checkpointing", flag == "True")
+signal.alarm(100)
+"""
+
+
+def run_saving(code: str, folder: Path | str, flag: bool, *arguments: Any, **options: Any) -> tuple[str, str]:
+    """Return what a program that saves wrote to stdout and stderr; see `run_python`."""
+    return run_python(_SAVING + code, folder, flag, *arguments, PYTHONWARNINGS="ignore", **options)
+
+
 def before_publish(monkeypatch: pytest.MonkeyPatch, first: Callable[[str], Any]) -> None:
     """Calls something with the path before each checkpoint gets its name; what it raises fails the save."""
     publish = atomic.publish
