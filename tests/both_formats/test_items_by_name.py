@@ -17,7 +17,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, plan_restore, restore, rules
 from flax_ckpt_compat.cli import main
 from flax_ckpt_compat.errors import CorruptCheckpointError, KindMismatchError, MissingLeavesError
-from tests.support.samples import fingerprint
+from tests.support.layouts import assert_same
 from tests.support.saves import save_items
 
 STATE = {"w": np.arange(4, dtype=np.float32), "step": np.int32(3)}
@@ -34,20 +34,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Whether two dicts of arrays are equal."""
-    assert found.keys() == expected.keys()
-    return all(np.array_equal(found[name], expected[name]) for name in expected)
-
-
 def test_restore(run: Path) -> None:
     """The item is one tree, with a target that two items have, and without; JSON is one, too."""
     target = {"w": np.zeros(4, np.float32), "step": np.int32(0)}
     with pytest.raises(errors.KindMismatchError, match="equally like the target"):
         flax_ckpt_compat.restore(run, target)
     for name, value in (("ema", EMA), ("net", STATE)):
-        assert same(flax_ckpt_compat.restore(run, target, item=name), value)
-        assert same(flax_ckpt_compat.restore(run / "5", item=name), value)
+        assert_same(flax_ckpt_compat.restore(run, target, item=name), value)
+        assert_same(flax_ckpt_compat.restore(run / "5", item=name), value)
         assert not flax_ckpt_compat.plan_restore(run, target, item=name).raises
     assert flax_ckpt_compat.restore(run, item="notes") == NOTES
 
@@ -57,7 +51,7 @@ def test_plan_and_view(run: Path) -> None:
     assert [leaf.path for leaf in flax_ckpt_compat.plan_restore(run, item="net").leaves] == ["step", "w"]
     with flax_ckpt_compat.open_checkpoint(run, item="ema") as view:
         assert (sorted(view.leaves()), view.step) == (["step", "w"], 6)
-        assert same(view.read(), EMA)
+        assert_same(view.read(), EMA)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_one_broken_item_does_not_matter_to_another(run: Path, tmp_path: Path) -
     """Only the item that is asked for is opened."""
     flax_ckpt_compat.convert(run / "5", tmp_path, "manager", step=5)
     (tmp_path / "5" / "ema" / "_METADATA").write_text("{")
-    assert same(flax_ckpt_compat.restore(tmp_path / "5", item="net"), STATE)
+    assert_same(flax_ckpt_compat.restore(tmp_path / "5", item="net"), STATE)
     with pytest.raises(errors.CorruptCheckpointError):
         flax_ckpt_compat.restore(tmp_path / "5", item="ema")
 
@@ -113,11 +107,11 @@ def test_conversion_renames(run: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     with ocp.CheckpointManager(tmp_path / "dst") as manager:
         assert manager.all_steps() == [5, 6]
-        assert same(manager.restore(6, args=ocp.args.StandardRestore()), STATE | {"step": 3})
+        np.testing.assert_equal(manager.restore(6, args=ocp.args.StandardRestore()), STATE | {"step": 3})
     flax_ckpt_compat.convert(run, tmp_path / "some", "manager", item={"ema": "average", "notes": ""})
     assert {path.name for path in (tmp_path / "some" / "6").iterdir() if path.is_dir()} == {"average", "notes"}
     flax_ckpt_compat.convert(run / "6", tmp_path / "flat", "orbax", item="ema")
-    assert same(ocp.PyTreeCheckpointer().restore(tmp_path / "flat"), EMA)
+    np.testing.assert_equal(ocp.PyTreeCheckpointer().restore(tmp_path / "flat"), EMA)
 
 
 @pytest.mark.parametrize("item", ["nets", {"net": "a", "ema": "a"}, {"net": 3}, [], [3], "", {"net": "ema", "ema": ""}])
@@ -141,22 +135,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def equal(found: Any, expected: Any) -> None:
-    """Assert equality to the last bit."""
-    assert fingerprint(found) == fingerprint(expected)
-
-
 def test_the_structure_of_the_target_chooses(root: Path) -> None:
     """The weights of the item ``params`` are not taken for the state's own, nor its other fields left initial; items
     by their names, some or all, still are a mapping of them, also with rules."""
-    equal(checkpoints.restore_checkpoint(root, EMPTY), MODEL)
-    equal(checkpoints.restore_checkpoint(root, EMPTY, orbax_transforms={}), MODEL)
-    equal(restore(root, {"w": np.ones(3)}), AVERAGED)
-    equal(restore(root, {"params": {"w": np.ones(3)}}), {"params": AVERAGED})
+    assert_same(checkpoints.restore_checkpoint(root, EMPTY), MODEL)
+    assert_same(checkpoints.restore_checkpoint(root, EMPTY, orbax_transforms={}), MODEL)
+    assert_same(restore(root, {"w": np.ones(3)}), AVERAGED)
+    assert_same(restore(root, {"params": {"w": np.ones(3)}}), {"params": AVERAGED})
     both = {"params": {"w": np.ones(3)}, "train_state": EMPTY}
-    equal(restore(root, both), {"params": AVERAGED, "train_state": MODEL})
+    assert_same(restore(root, both), {"params": AVERAGED, "train_state": MODEL})
     renamed = restore(root, {"params": {"v": np.ones(3)}}, transforms=[rules.rename("params/w", "params/v")])
-    equal(renamed, {"params": {"v": AVERAGED["w"]}})
+    assert_same(renamed, {"params": {"v": AVERAGED["w"]}})
 
 
 def test_an_almost_fitting_target(root: Path) -> None:
@@ -171,7 +160,7 @@ def test_an_almost_fitting_target(root: Path) -> None:
 def test_equals(tmp_path: Path) -> None:
     """Between trees of one structure the usual name decides; without one it is an error that names them all."""
     save_items(tmp_path / "usual", ema=AVERAGED, state={"w": np.full(3, 5.0)})
-    equal(restore(tmp_path / "usual", {"w": np.ones(3)}), {"w": np.full(3, 5.0)})
+    assert_same(restore(tmp_path / "usual", {"w": np.ones(3)}), {"w": np.full(3, 5.0)})
     save_items(tmp_path / "others", student=AVERAGED, teacher={"w": np.full(3, 5.0)})
     with pytest.raises(KindMismatchError, match=r"student \(1 of 1 leaves\), teacher \(1 of 1 leaves\)"):
         restore(tmp_path / "others", {"w": np.ones(3)})
@@ -180,6 +169,6 @@ def test_equals(tmp_path: Path) -> None:
 def test_a_broken_item_hides_no_whole_one(root: Path) -> None:
     """The whole one restores into its target; where all are asked for, the error names it, and the other."""
     (root / "1" / "params" / "_METADATA").write_text('{"tree')
-    equal(restore(root, EMPTY), MODEL)
+    assert_same(restore(root, EMPTY), MODEL)
     with pytest.raises(CorruptCheckpointError, match=r"1/params/_METADATA.* restore by their names: train_state"):
         restore(root)

@@ -26,6 +26,7 @@ from flax_ckpt_compat._save import snapshot
 from flax_ckpt_compat._save.snapshot import Copies
 from tests.benchmarks import disk
 from tests.support.interpreters import devices
+from tests.support.layouts import assert_same
 from tests.support.saves import before_publish, run_saving, save_by, use_flag
 
 MIB = 1 << 20
@@ -218,14 +219,6 @@ def share_in_cache(path: str) -> float | None:
     return sum(one or 0 for one in cached) / sum(os.path.getsize(file) for file in files(path))
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    """Compare trees bit by bit."""
-    found, expected = (jax.tree.leaves_with_path(flax.serialization.to_state_dict(tree)) for tree in (found, expected))
-    assert [path for path, _ in found] == [path for path, _ in expected]
-    for (path, one), (_, other) in zip(found, expected, strict=True):
-        assert np.array_equal(np.asarray(one), np.asarray(other)), path
-
-
 @pytest.mark.parametrize("large", [2, pytest.param(17, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("flag", "compression"),
@@ -242,11 +235,11 @@ def test_real_libraries_read_it(disk_path: Path, flag: bool, compression: str | 
             tree = {"x" * (1 + 21 * number): one.pop("large"), **one}
             path = save_by(manager, disk_path / str(number), tree, 1)
             share = share_in_cache(path)
-            assert_equal(checkpoints.restore_checkpoint(disk_path / str(number), None), tree)
+            assert_same(checkpoints.restore_checkpoint(disk_path / str(number), None), tree)
             if flag:
-                assert_equal(ocp.PyTreeCheckpointer().restore(path), tree)
+                assert_same(ocp.PyTreeCheckpointer().restore(path), tree)
             else:
-                assert_equal(flax.serialization.msgpack_restore(Path(path).read_bytes()), tree)
+                assert_same(flax.serialization.msgpack_restore(Path(path).read_bytes()), tree)
             assert verify(path).ok
             assert compression or large == 2 or share is None or share < 0.05
     assert seen
@@ -286,4 +279,4 @@ def test_shards_too(disk_path: Path, flag: bool) -> None:
         found = ocp.PyTreeCheckpointer().restore(path, restore_args=as_numpy)
     else:
         found = flax.serialization.msgpack_restore(path.read_bytes())
-    assert_equal(found, expected)
+    assert_same(found, expected)
