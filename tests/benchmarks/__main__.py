@@ -33,7 +33,7 @@ def _measure(options: argparse.Namespace, workdir: str) -> report.Results:
         series = rounds.run(workload, options.rounds, workdir, _say)
         about = {"title": workload.summary, "nbytes": workload.nbytes, "leaves": workload.leaves}
         results["workloads"][workload.name] = about
-        results["seconds"] += series.entries(workload.name)
+        results["seconds"] += series.entries.values()
         for table in report.tables(workload.name, workload.summary, series):
             table.show()
     return results

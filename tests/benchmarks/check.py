@@ -4,7 +4,6 @@ Two kinds of guards, neither of which depends on how fast the machine is. Counts
 are the same on every machine: Python calls for each leaf, files opened, bytes read and written. And times as ratios
 to a peer that ran in turn with us in the same run: least of several rounds each, because other programs on the
 machine only ever add time. A ratio that is too high is measured twice more before it counts.
-
 """
 
 import dataclasses
@@ -28,13 +27,17 @@ import flax
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_ckpt_compat import checkpoints
-from tests.benchmarks import disk, scale_play
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
+from tests.benchmarks import disk
 from tests.benchmarks.report import Table
 from tests.benchmarks.systems import FLAX, OURS, RAW, timed, timed_twice
 from tests.benchmarks.workloads import Tree, Workload, leaf_shapes
 from tests.support.disks import folder_on_disk
+from tests.support.layouts import assert_same
 from tests.support.orbax_trees import BACKEND
 from tests.support.peers import ocp_v1
 
@@ -47,6 +50,7 @@ LARGE = Workload("large", "large", "Eight arrays", {f"leaf_{n}": (2**21,) for n 
 WHOLE = Workload("whole", "small", "Split leaves, whole", {f"leaf_{n:03}": (16, 8) for n in range(500)})
 SPLIT = Workload("split", "small", "Split leaves", {f"leaf_{n:03}": (16, 8) for n in range(500)}, devices=8)
 _STEPS, _MERGED = 1000, 500
+_ELEMENTS = 260  # of a shard of float32: just too large to be stored inside of the index
 FEW = Workload("few", "small", "Few small leaves", leaf_shapes(200), on_device=False)
 
 # (What was measured when the limit was set, the limit), on CPython 3.11, jax 0.10.2, two cores with other programs on
@@ -151,10 +155,33 @@ def _counts(workdir: str) -> Iterator[Figure]:
         yield Figure(f"{system.name}, a save among {_STEPS} steps: Python calls a step", _calls_a_step(system, workdir))
         yield from _in_background(system, workdir)
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
-        save, _ = scale_play.written_parts(folder, _MERGED)
+        save = _written_parts(os.path.join(folder, "checkpoint_2"))
         with counted() as count:
             BACKEND.finish_multiprocess(save)
     yield Figure("merge of 8 processes' parts: Python calls an entry", count.calls / (_MERGED * SPLIT.devices))
+
+
+class _Over(NamedSharding):
+    """A sharding of which every device is another process's: no machine here can run many."""
+
+    is_fully_addressable = False  # type: ignore[assignment]
+
+
+def _written_parts(path: str) -> ProcessSave:
+    """A save by as many processes as there are devices, each with a shard of every array; all but its end, by one."""
+    count, options = len(jax.devices()), WriteOptions()
+    sharding = _Over(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    saves = []
+    for index in range(count):
+        box, process = (slice(index * _ELEMENTS, (index + 1) * _ELEMENTS),), ProcessInfo(index, count)
+        shards = (Shard(box, np.full(_ELEMENTS, index, np.float32)),)
+        copy = HostCopy((count * _ELEMENTS,), np.dtype(np.float32), shards, sharding)
+        tree = Branch({f"leaf_{item:06}": copy for item in range(_MERGED)})
+        saves.append(ProcessSave(path, BACKEND.prepare(tree, process), options, process))
+    BACKEND.begin_multiprocess(saves[0])
+    for save in saves:
+        BACKEND.write_process_part(save)
+    return saves[0]
 
 
 def _calls_a_step(system: Any, workdir: str) -> float:
@@ -351,8 +378,7 @@ def _save_and_restore(
         gc.collect()
         save = seconds(lambda: system.save(folder, tree))
         restore = seconds(lambda: restored.append(system.restore(folder, target)))
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True)
-    assert all(np.array_equal(old, new) for old, new in pairs), f"{system.name}: something came back otherwise"
+    assert_same(restored.pop(), tree, system.name)
     return save, restore
 
 

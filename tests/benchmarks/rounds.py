@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 
 from tests.benchmarks import disk, peers
 from tests.benchmarks.systems import FLAX, OURS, RAW, RESTORE, SAVE, Raw, timed
-from tests.benchmarks.workloads import Workload, assert_same, same_bytes, workloads
+from tests.benchmarks.workloads import Workload, workloads
+from tests.support.layouts import assert_same
 
 # An entry of results.json: workload, operation, system, seconds (of each round), unsynced (bytes, of saves; None
 # where the kernel does not say).
@@ -35,25 +36,19 @@ _SMALL_PAGES_BYTES = 64 * 2**20
 
 
 class Series:
-    """Everything measured on one workload.
+    """Everything measured on one workload, as entries of results.json, by (system, operation)."""
 
-    Attributes:
-        seconds: (system, operation) → seconds of each round.
-        unsynced: system → the most bytes that were not on the disk when a save returned, or None if unknown.
-    """
+    def __init__(self, workload: str, entries: Iterable[Entry] = ()) -> None:
+        self.workload = workload
+        self.entries = {(entry["system"], entry["operation"]): entry for entry in entries}
 
-    def __init__(self) -> None:
-        self.seconds: dict[tuple[str, str], list[float]] = {}
-        self.unsynced: dict[str, int | None] = {}
-
-    def add(self, system: str, operation: str, seconds: float) -> None:
-        """Notes one round."""
-        self.seconds.setdefault((system, operation), []).append(seconds)
-
-    def add_unsynced(self, system: str, dirty: int | None) -> None:
-        """Notes what one save left in memory only."""
-        before = self.unsynced.get(system, 0)
-        self.unsynced[system] = None if dirty is None or before is None else max(dirty, before)
+    def add(self, system: str, operation: str, seconds: float, unsynced: int | None = None) -> None:
+        """Notes one round; of all rounds, the most bytes that were not on the disk when a save returned."""
+        about = {"workload": self.workload, "operation": operation, "system": system}
+        entry = self.entries.setdefault((system, operation), {**about, "seconds": [], "unsynced": unsynced})
+        entry["seconds"].append(round(seconds, 6))
+        known = (entry["unsynced"], unsynced)
+        entry["unsynced"] = None if None in known else max(known)
 
     def ratio(self, operation: str, system: str, other: str) -> float | None:
         """How many times the other's time a system took, or None where one was not measured.
@@ -61,41 +56,18 @@ class Series:
         The host of a virtual machine may slow down by half from one second to the next, so systems that ran in every
         round are compared within each, and the median of those ratios counts. Otherwise it is the ratio of medians.
         """
-        ours, theirs = (self.seconds.get((name, operation), []) for name in (system, other))
-        if not ours or not theirs:
+        if (system, operation) not in self.entries or (other, operation) not in self.entries:
             return None
+        ours, theirs = (self.entries[name, operation]["seconds"] for name in (system, other))
         if len(ours) == len(theirs):
             return statistics.median(one / beside for one, beside in zip(ours, theirs, strict=True))
         return statistics.median(ours) / statistics.median(theirs)
 
     def fastest(self, systems: list[str], operation: str) -> tuple[float, str] | None:
         """Least median of some systems and whose it is, or None where none was measured."""
-        found = [(statistics.median(self.seconds[one, operation]), one) for one in systems
-                 if (one, operation) in self.seconds]  # fmt: skip
+        measured = [one for one in systems if (one, operation) in self.entries]
+        found = [(statistics.median(self.entries[one, operation]["seconds"]), one) for one in measured]
         return min(found, default=None)
-
-    def entries(self, workload: str) -> list[Entry]:
-        """All of it for results.json."""
-        return [
-            {
-                "workload": workload,
-                "operation": operation,
-                "system": system,
-                "seconds": [round(one, 6) for one in seconds],
-                "unsynced": self.unsynced.get(system) if operation == SAVE else None,
-            }
-            for (system, operation), seconds in self.seconds.items()
-        ]
-
-    @classmethod
-    def of(cls, entries: list[Entry]) -> "Series":
-        """What `entries` made plain."""
-        series = cls()
-        for entry in entries:
-            series.seconds[entry["system"], entry["operation"]] = list(entry["seconds"])
-            if entry["operation"] == SAVE:
-                series.unsynced[entry["system"]] = entry["unsynced"]
-        return series
 
 
 def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None]) -> Series:
@@ -124,7 +96,7 @@ class _Bench:
     """One workload's trees, and the rounds on them."""
 
     def __init__(self, workload: Workload, workdir: str) -> None:
-        self.series = Series()
+        self.series = Series(workload.name)
         self._workload, self._workdir = workload, workdir
         self._tree, self._target = workload.tree(), workload.target()
         leaves = (np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._tree))
@@ -147,15 +119,12 @@ class _Bench:
         """A system that is raw has bytes for a tree."""
         saved, restored = self._data if isinstance(system, Raw) else self._tree, list[Any]()
         with self._reserve.given_up():
-            self.series.add(system.name, SAVE, timed(lambda: system.save(directory, saved)))
-        self.series.add_unsynced(system.name, disk.unsynced(directory))
+            seconds = timed(lambda: system.save(directory, saved))
+        self.series.add(system.name, SAVE, seconds, disk.unsynced(directory))
         with self._reserve.given_up():
             seconds = timed(lambda: restored.append(system.restore(directory, self._target)))
         self.series.add(system.name, RESTORE, seconds)
-        if isinstance(system, Raw):
-            assert same_bytes(restored.pop(), self._data), f"{system.name}: other bytes"
-        else:
-            assert_same(restored.pop(), self._tree, f"{system.name}, {RESTORE}")
+        assert_same(restored.pop(), saved, f"{system.name}, {RESTORE}")
 
 
 class _Reserve:

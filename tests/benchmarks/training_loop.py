@@ -6,12 +6,9 @@ import functools
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax
@@ -21,10 +18,10 @@ import numpy as np
 from tests.benchmarks import disk, peers, report
 from tests.benchmarks.systems import FLAX, OURS, Checkpoints, be_quiet
 from tests.benchmarks.workloads import Tree, Workload, workloads
+from tests.support.interpreters import run_python
 
 SYSTEMS: tuple[Any, ...] = (*OURS, FLAX[0], peers.ASYNC, *peers.V1)
 WORKLOADS = ("gpt2-jax", "gpt2-numpy", "gpt2+adamw")
-_ROOT = Path(__file__).parents[2]
 # Seconds from one save to the next: the memory of the one before has gone back to the machine by then.
 _PAUSE = 8.0
 
@@ -79,16 +76,11 @@ def measure(workload: str, rounds: int, workdir: str, *, quick: bool = False) ->
 
 
 def _in_new_process(workload: str, system: int, workdir: str, *, quick: bool) -> list[Loss]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __spec__.name, "loop", workload, str(system), workdir, str(int(quick))],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{SYSTEMS[system].name} on {workload} failed:\n{done.stderr}")
-    return [Loss(**one) for one in json.loads(done.stdout.rpartition("LOSSES ")[2])]
+    program = "import sys; from tests.benchmarks import training_loop; training_loop.run(*sys.argv[1:])"
+    arguments = (workload, system, workdir, int(quick))
+    variables = {"PYTHONWARNINGS": "ignore", "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    printed, _ = run_python(program, *arguments, fresh=True, timeout=1800, **variables)
+    return [Loss(**one) for one in json.loads(printed.rpartition("LOSSES ")[2])]
 
 
 def _loop(workload: Workload, system: Any, workdir: str, saves: int, pause: float) -> list[Loss]:
@@ -167,9 +159,8 @@ def _beginning(system: Any) -> Callable[[str, Tree], Callable[[], Any]]:
     return begin
 
 
-def run(arguments: list[str]) -> None:
+def run(name: str, system: str, workdir: str, quick: str) -> None:
     """The process of one system: prints ``LOSSES`` and what its saves cost."""
-    name, system, workdir, quick = arguments
     be_quiet()
     (workload,) = [one for one in workloads(quick=bool(int(quick))) if one.name == name]
     saves, pause = (1, 0.2) if int(quick) else (3, _PAUSE)
@@ -178,8 +169,5 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["loop"]:
-        run(sys.argv[2:])
-    else:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        main()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    main()

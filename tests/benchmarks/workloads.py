@@ -138,33 +138,3 @@ def workloads(*, quick: bool) -> list[Workload]:
         Workload("gpt2+adamw", "large", f"{title} with adamw", gpt2, adamw=True),
         Workload("leaves-jax", "small", "Small leaves", leaves),
     ]
-
-
-def assert_same(restored: Tree, saved: Tree, what: str) -> None:
-    """Compares every leaf bit by bit.
-
-    Raises:
-        AssertionError: another structure, dtype, shape or byte.
-    """
-    paths, saved_leaves = _leaves(saved)
-    restored_paths, restored_leaves = _leaves(restored)
-    assert paths == restored_paths, f"{what}: the leaves have other names"
-    for path, old, new in zip(paths, saved_leaves, restored_leaves, strict=True):
-        same = old.dtype == new.dtype and old.shape == new.shape and same_bytes(_bits(old), _bits(new))
-        assert same, f"{what}: {path} differs from what was saved"
-
-
-def same_bytes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bool:
-    """Whether two flat arrays of bytes are equal; eight at a time, for it is done after every restore."""
-    whole = old.size & ~7
-    ends = np.array_equal(old[whole:], new[whole:])
-    return ends and np.array_equal(old[:whole].view(np.uint64), new[:whole].view(np.uint64))
-
-
-def _bits(array: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(array).reshape(-1).view(np.uint8)
-
-
-def _leaves(tree: Any) -> tuple[list[str], list[Any]]:
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, _ in entries], [leaf for _, leaf in entries]
