@@ -13,7 +13,8 @@ from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import CheckpointError
 from flax_ckpt_compat.transforms import Transform
-from tests.random_cases.trees import NAMES, comparable, pairs
+from tests.random_cases.trees import NAMES, pairs
+from tests.support.samples import canonical
 from tests.support.saves import use_flag
 
 RULES = st.one_of(
@@ -97,4 +98,4 @@ def _compare(plan: Any, restored: Any, target: Any) -> None:
         if leaf.shape is not None and leaf.origin != "target" and value is not None:
             assert (tuple(value.shape), value.dtype) == (leaf.shape, leaf.dtype), leaf
         if leaf.origin == "target" and not isinstance(wanted.get(leaf.path), jax.ShapeDtypeStruct):
-            assert comparable(value) == comparable(wanted.get(leaf.path)), leaf
+            assert canonical(value) == canonical(wanted.get(leaf.path)), leaf

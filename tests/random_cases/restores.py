@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import CheckpointError
-from tests.random_cases.trees import comparable, pairs
+from tests.random_cases.trees import pairs
+from tests.support.samples import canonical
 from tests.support.saves import use_flag
 
 POLICIES = st.fixed_dictionaries(
@@ -43,13 +44,13 @@ def check(pair: tuple[Any, Any], policies: dict[str, str], transforms: Any) -> N
                 expected = flax_checkpoints.restore_checkpoint(f"{folder}/theirs", target)
             except Exception:
                 return
-            assert ours[0] == comparable(expected)
+            assert ours[0] == canonical(expected)
 
 
 def outcome(path: Path, target: Any, transforms: Any) -> Any:
     """What a restore gives, comparable, or the class of its error; other errors than ours are failures."""
     try:
-        return comparable(checkpoints.restore_checkpoint(path, target, orbax_transforms=transforms))
+        return canonical(checkpoints.restore_checkpoint(path, target, orbax_transforms=transforms))
     except CheckpointError as error:
         return type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Random trees as users save them, targets that differ here and there, and comparable forms of what was restored."""
+"""Random trees as users save them, and targets that differ here and there."""
 
 from __future__ import annotations
 
@@ -87,20 +87,3 @@ def pairs(draw: Any) -> tuple[Any, Any]:
     """A tree, and a target: None, or one that was such a tree once."""
     tree = draw(TREES)
     return tree, _changed(draw, tree) if draw(st.integers(0, 9)) else None
-
-
-def comparable(tree: Any) -> Any:
-    """Something equal for results of both formats: arrays of jax and of numpy count as the same."""
-    if isinstance(tree, jax.ShapeDtypeStruct):
-        return ("abstract", tree.shape, str(tree.dtype))
-    if isinstance(tree, np.ndarray | jax.Array):
-        return ("array", str(tree.dtype), tuple(tree.shape), np.asarray(tree).tobytes())
-    if isinstance(tree, np.generic):
-        return ("scalar", str(tree.dtype), tree.tobytes())
-    if isinstance(tree, Mapping):
-        return type(tree).__name__, {str(name): comparable(child) for name, child in tree.items()}
-    if isinstance(tree, Fields):
-        return "Fields", comparable(tree.first), comparable(tree.second)
-    if isinstance(tree, list | tuple):
-        return type(tree).__name__, [comparable(child) for child in tree]
-    return type(tree).__name__, repr(tree)

@@ -46,7 +46,6 @@ def hub(server: Hub) -> Hub:
 
     fsspec.get_filesystem_class("hf").clear_instance_cache()
     server.files.clear()
-    server.log.clear()
     return server
 
 

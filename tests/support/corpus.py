@@ -22,6 +22,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.samples import fingerprint
+
 ARCHIVES = Path(__file__).parents[1] / "data" / "corpus"
 # Orbax up to 0.5.7 stored these as None, which is what real Orbax gives back.
 LOST = ("npscalar_bool", "npscalar_bf16", "py_complex")
@@ -147,22 +149,13 @@ def difference(case: Case, path: str, entry: dict[str, Any], got: Any, *, with_t
         want = None
     # optax's EmptyState has no children, and so no marker of its own in Orbax's format.
     if entry["kind"] == "empty_dict" and case.orbax and "opt_state" in path.split("/"):
-        return None if got is None or _is_same(want, got) else f"expected nothing, got {got!r}"
+        return None if got is None or fingerprint(want) == fingerprint(got) else f"expected nothing, got {got!r}"
     # Flax from 0.3 to 0.8.5 stored Python's complex as numpy's.
     if not case.orbax and (0, 3) <= case.flax < (0, 9) and type(want) is complex:
         want = np.complex128(want)
     if entry["kind"] == "npscalar" and case.orbax and not with_target and want is not None:
         # Orbax has no numpy scalars of its own: the number and its dtype come back, the kind may be another.
-        return None if _is_same(np.asarray(want), np.asarray(got)) else f"expected {want!r}, got {got!r}"
-    return None if _is_same(want, got) else f"expected {want!r}, got {got!r} of {type(got).__name__}"
-
-
-def _is_same(want: Any, got: Any) -> bool:
-    if isinstance(want, jax.Array):  # a typed key
-        return type(got) is type(want) and got.dtype == want.dtype and bool((got == want).all())
-    if isinstance(want, np.ndarray):
-        same = isinstance(got, np.ndarray | jax.Array) and (got.dtype, got.shape) == (want.dtype, want.shape)
-        return same and np.asarray(got).tobytes() == want.tobytes()
-    if isinstance(want, np.generic):
-        return type(got) is type(want) and got.dtype == want.dtype and got.tobytes() == want.tobytes()
-    return type(got) is type(want) and repr(got) == repr(want)
+        return (
+            None if fingerprint(np.asarray(want)) == fingerprint(np.asarray(got)) else f"expected {want!r}, got {got!r}"
+        )
+    return None if fingerprint(want) == fingerprint(got) else f"expected {want!r}, got {got!r} of {type(got).__name__}"

@@ -28,12 +28,10 @@ class Hub:
 
     Attributes:
         files: path in the repository → content.
-        log: method and path of each request.
         address: of the server.
     """
 
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    log: list[str] = dataclasses.field(default_factory=list)
     address: str = ""
 
     @property
@@ -52,23 +50,10 @@ class Hub:
         content = self.files[path]
         return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
 
-    def tree(self, folder: str, *, recursive: bool) -> list[dict[str, Any]] | None:
-        """A list of a folder; None if there is none."""
+    def tree(self, folder: str) -> list[dict[str, Any]]:
+        """The files below a folder."""
         prefix = f"{folder}/" if folder else ""
-        inside = [path for path in sorted(self.files) if path.startswith(prefix)]
-        if not inside and folder:
-            return None
-        folders = {
-            prefix + "/".join(parts[:depth])
-            for parts in (path[len(prefix) :].split("/") for path in inside)
-            for depth in range(1, len(parts))
-            if recursive or depth == 1
-        }
-        files = [path for path in inside if recursive or "/" not in path[len(prefix) :]]
-        oid = "0" * 40
-        return [{"type": "directory", "oid": oid, "size": 0, "path": path} for path in sorted(folders)] + [
-            self.entry(path) for path in files
-        ]
+        return [self.entry(path) for path in sorted(self.files) if path.startswith(prefix)]
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -76,40 +61,23 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            hub.log.append(f"{self.command} {self.path}")
-            parts = urllib.parse.urlsplit(self.path)
-            path = urllib.parse.unquote(parts.path)
-            query = dict(urllib.parse.parse_qsl(parts.query))
-            length = int(self.headers.get("Content-Length") or 0)
-            body = self.rfile.read(length)
+            path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if match := re.fullmatch(rf"/api/models/{_REPO}/tree/[^/]+/?(.*)", path):
-                is_recursive = query.get("recursive", "").lower() in ("true", "1")
-                found = hub.tree(match[1], recursive=is_recursive)
-                self._json(found) if found is not None else self._missing()
+                found = hub.tree(match[1])
+                self._json(found) if found or not match[1] else self._missing()
             elif re.fullmatch(rf"/api/models/{_REPO}/paths-info/[^/]+", path):
                 self._json([hub.entry(one) for one in _paths(body) if one in hub.files])
             elif re.fullmatch(rf"/api/models/{_REPO}(/revision/[^/]+)?", path):
                 about = {"id": _REPO, "modelId": _REPO, "sha": hub.commit}
                 self._json(about | {"private": False, "tags": [], "siblings": []})
             elif (match := re.fullmatch(rf"/{_REPO}/resolve/[^/]+/(.+)", path)) and match[1] in hub.files:
-                self._file(hub.files[match[1]])
+                self._send(200, hub.files[match[1]], [])
             else:
                 is_of_repository = path.startswith((f"/{_REPO}/", f"/api/models/{_REPO}"))
                 self._missing("EntryNotFound" if is_of_repository else "RepoNotFound")
 
         do_HEAD = do_POST = do_GET
-
-        def _file(self, content: bytes) -> None:
-            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-            if asked is None:
-                self._send(200, content, [])
-                return
-            start, stop = int(asked[1]), int(asked[2]) + 1 if asked[2] else len(content)
-            if start >= len(content):
-                self._send(416, b"", [("Content-Range", f"bytes */{len(content)}")])
-                return
-            part = content[start:stop]
-            self._send(206, part, [("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(content)}")])
 
         def _json(self, content: Any) -> None:
             self._send(200, json.dumps(content).encode(), [("Content-Type", "application/json")])

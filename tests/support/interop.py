@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -34,15 +35,7 @@ class Saved:
         return next(above / name for name in ITEMS if (above / name).exists())
 
 
-def _ours(flag: bool) -> Callable[[Path, Any], Saved]:
-    return lambda folder, tree: _by_module(checkpoints, flag, folder, tree)
-
-
-def _flax(flag: bool) -> Callable[[Path, Any], Saved]:
-    return lambda folder, tree: _by_module(flax_checkpoints, flag, folder, tree)
-
-
-def _by_module(module: Any, flag: bool, folder: Path, tree: Any) -> Saved:
+def _save(module: Any, flag: bool, folder: Path, tree: Any) -> Saved:
     with use_flag(flag):
         path = module.save_checkpoint(folder, tree, 1)
     return Saved(Path(path), "flat" if flag else "file")
@@ -74,12 +67,9 @@ def _save_v1(folder: Path, tree: Any) -> Saved:
     return Saved(folder / "checkpoint_1", "v1")
 
 
-def _load(module: Any, flag: bool) -> Callable[[Saved], Any]:
-    def load(saved: Saved) -> Any:
-        with use_flag(flag):
-            return module.restore_checkpoint(saved.path, None)
-
-    return load
+def _load(module: Any, flag: bool, saved: Saved) -> Any:
+    with use_flag(flag):
+        return module.restore_checkpoint(saved.path, None)
 
 
 def _load_pytree(saved: Saved) -> Any:
@@ -108,29 +98,23 @@ def _load_v1(saved: Saved) -> Any:
     return ocp_v1.load(saved.path / "1" if saved.layout == "manager" else saved.path)
 
 
-OURS = ("ours off", "ours on")
-FLAX = ("flax off", "flax on")
-ORBAX = ("PyTree", "Standard", "Manager", "v1")
+OURS = {"ours off": (checkpoints, False), "ours on": (checkpoints, True)}
+FLAX = {"flax off": (flax_checkpoints, False), "flax on": (flax_checkpoints, True)}
+ORBAX: dict[str, tuple[Callable[[Path, Any], Saved], Callable[[Saved], Any]]] = {
+    "PyTree": (_save_pytree, _load_pytree),
+    "Standard": (_save_standard, _load_standard),
+    "Manager": (_save_manager, _load_manager),
+    "v1": (_save_v1, _load_v1),
+}
 EVERYBODY = (*OURS, *FLAX, *ORBAX)
+_BY_MODULE = {**OURS, **FLAX}.items()
 WRITERS: dict[str, Callable[[Path, Any], Saved]] = {
-    "ours off": _ours(False),
-    "ours on": _ours(True),
-    "flax off": _flax(False),
-    "flax on": _flax(True),
-    "PyTree": _save_pytree,
-    "Standard": _save_standard,
-    "Manager": _save_manager,
-    "v1": _save_v1,
+    **{name: functools.partial(_save, *how) for name, how in _BY_MODULE},
+    **{name: save for name, (save, _) in ORBAX.items()},
 }
 READERS: dict[str, Callable[[Saved], Any]] = {
-    "ours off": _load(checkpoints, False),
-    "ours on": _load(checkpoints, True),
-    "flax off": _load(flax_checkpoints, False),
-    "flax on": _load(flax_checkpoints, True),
-    "PyTree": _load_pytree,
-    "Standard": _load_standard,
-    "Manager": _load_manager,
-    "v1": _load_v1,
+    **{name: functools.partial(_load, *how) for name, how in _BY_MODULE},
+    **{name: load for name, (_, load) in ORBAX.items()},
 }
 
 

@@ -20,7 +20,7 @@ from flax import core, serialization
 
 from tests.support.interop import EVERYBODY, FLAX, ORBAX, OURS, READERS, WRITERS, Saved, quietly
 from tests.support.peers import ORBAX_HAS_TYPED_KEYS, version
-from tests.support.samples import Fields, Pair, fingerprint, train_state_sample
+from tests.support.samples import Fields, Pair, canonical, train_state_sample
 
 # name → value. Containers hold arrays only, so that nothing but the container can differ.
 LEAVES: dict[str, Any] = {
@@ -127,11 +127,6 @@ def with_none(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     return {name: with_none(child) for name, child in tree.items()} or None
-
-
-def canonical(tree: Any) -> Any:
-    """Its fingerprint, for which the order of a dict's keys counts for nothing."""
-    return fingerprint(jax.tree.map(lambda leaf: leaf, tree))
 
 
 PEERS = (*FLAX, *ORBAX)

@@ -33,7 +33,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat._core.local import temporaries
 from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler
-from tests.support.samples import fingerprint
+from tests.support.samples import canonical
 from tests.support.saves import set_aside
 
 TABLE = Path(__file__).parents[1] / "data" / "path_kinds.toml"
@@ -210,7 +210,7 @@ class Builder:
 
 def normal(tree: Any) -> Any:
     """Something that is equal for two restored trees only if types, dtypes, shapes and bits are; lists as in Flax."""
-    return fingerprint(jax.tree.map(lambda leaf: leaf, serialization.to_state_dict(tree)))
+    return canonical(serialization.to_state_dict(tree))
 
 
 def _copy(source: Path, target: Path) -> None:

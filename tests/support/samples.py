@@ -187,6 +187,11 @@ def fingerprint(tree: Any) -> Any:
     return (str(structure), [fingerprint(entry) for entry in entries])
 
 
+def canonical(tree: Any) -> Any:
+    """Its fingerprint, for which the order of a dict's keys counts for nothing."""
+    return fingerprint(jax.tree.map(lambda leaf: leaf, tree))
+
+
 def _one_level(tree: Any) -> tuple[list[Any] | None, Any]:
     if isinstance(tree, dict):  # JAX sorts the keys; their order and types matter, too
         return list(tree.values()), (type(tree).__name__, list(map(repr, tree)))

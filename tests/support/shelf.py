@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from etils import epath
 
@@ -36,37 +36,17 @@ class ShelfPath(pathlib.PurePosixPath):
         _, name, *rest = self.parts
         return _ROOTS[name].joinpath(*rest) if name in _ROOTS else Path("/nowhere")
 
-    def exists(self) -> bool:
-        """As of pathlib, like all below."""
-        return self._local.exists()
-
-    def is_dir(self) -> bool:
-        """See above."""
-        return self._local.is_dir()
-
     def iterdir(self) -> Iterator[Self]:
-        """See above."""
+        """As of pathlib, like those below."""
         return iter([self / child.name for child in self._local.iterdir()])
 
-    def open(self, mode: str = "r") -> IO[Any]:
-        """See above."""
-        return self._local.open(mode)
 
-    def stat(self) -> os.stat_result:
-        """See above."""
-        return self._local.stat()
+def _of_local(name: str) -> Callable[..., Any]:
+    return lambda path, *args, **options: getattr(path._local, name)(*args, **options)
 
-    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """See above."""
-        self._local.mkdir(parents=parents, exist_ok=exist_ok)
 
-    def unlink(self) -> None:
-        """See above."""
-        self._local.unlink()
-
-    def rmdir(self) -> None:
-        """See above."""
-        self._local.rmdir()
+for _name in ("exists", "is_dir", "open", "stat", "mkdir", "unlink", "rmdir"):
+    setattr(ShelfPath, _name, _of_local(_name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import multiprocessing as mp
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import interpreters
+from tests.support.servers import free_port
 
 _SERVER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -92,7 +91,7 @@ class Team:
             assert attempt < 2, outcomes
 
     def _start(self, devices: int, outside: bool) -> None:
-        port, self.broken = _free_port(), False
+        port, self.broken = free_port(), False
         self._folder = tempfile.TemporaryDirectory(prefix="team-")
         self._logs = [Path(self._folder.name, str(index)) for index in range(self.count)]
         self._pipes: list[Connection] = []
@@ -110,12 +109,11 @@ class Team:
             self._members.append(member)
         self._waited_for = set(range(self.count))
 
-    def start(self, job: Callable[..., Any] | str, *args: Any, only: Collection[int] | None = None) -> None:
+    def start(self, job: Callable[..., Any], *args: Any, only: Collection[int] | None = None) -> None:
         """Lets the processes run a function, and does not wait for them.
 
         Args:
-            job: a function that can be imported, or the text of a program; what it sets as ``result`` is its value,
-                and ``args`` are its arguments.
+            job: a function that can be imported.
             args: the function's.
             only: the processes that run it; None for all.
         """
@@ -158,13 +156,13 @@ class Team:
         return answer
 
     def run(
-        self, job: Callable[..., Any] | str, *args: Any, timeout: float = 60, only: Collection[int] | None = None
+        self, job: Callable[..., Any], *args: Any, timeout: float = 60, only: Collection[int] | None = None
     ) -> list[Outcome]:
         """`start` and `finish`."""
         self.start(job, *args, only=only)
         return self.finish(timeout)
 
-    def call(self, job: Callable[..., Any] | str, *args: Any, timeout: float = 60) -> list[Any]:
+    def call(self, job: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """What the job returned in each process, all of which have to return."""
         outcomes = self.run(job, *args, timeout=timeout)
         failed = {index: outcome for index, outcome in enumerate(outcomes) if not outcome.ok}
@@ -208,12 +206,6 @@ def close_all() -> None:
     for team in _teams.values():
         team.close()
     _teams.clear()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _server() -> Any:
@@ -293,15 +285,9 @@ def _join(index: int, count: int, port: int, outside: bool) -> int:
 def _carried_out(job: Any, args: Any) -> Outcome:
     start = time.monotonic()
     try:
-        value = _program(job, args) if isinstance(job, str) else job(*args)
+        value = job(*args)
     except BaseException as error:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         trace = "".join(traceback.format_exception(error))
         return Outcome(kinds=kinds, error=str(error), trace=trace[-3000:], seconds=time.monotonic() - start)
     return Outcome(value=value, seconds=time.monotonic() - start)
-
-
-def _program(code: str, args: Any) -> Any:
-    space: dict[str, Any] = {"args": args}
-    exec(code, space)
-    return json.loads(json.dumps(space.get("result")))
