@@ -167,14 +167,6 @@ def test_kept_leaves_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "f," not in record.getMessage()
 
 
-def test_none_is_no_leaf() -> None:
-    """None in the new tree stays None; None in the old one is not there."""
-    assert apply_transformations({"a": 1}, {"a": Transform()}, {"a": None, "b": 2}) == {"a": None, "b": 2}
-    assert apply_transformations({"a": None}, {}, {"a": 5}) == {"a": 5}
-    with pytest.raises(TransformError, match="takes a for a"):
-        apply_transformations({"a": None}, {"a": Transform()}, {"a": 5})
-
-
 def test_names_that_mean_two_leaves() -> None:
     """Where a key contains a separator and so names two leaves, nothing is chosen in silence; a tuple still works."""
     twice = {"a/b": 1, "a": {"b": 2}}

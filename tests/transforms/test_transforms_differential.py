@@ -21,7 +21,7 @@ import flax
 import jax
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import transform_utils as real
 from orbax.checkpoint import tree as real_tree
@@ -253,6 +253,9 @@ ANY = given_transforms(PATTERNS + BAD_PATTERNS, SOURCES + BAD_SOURCES)
 
 @settings(max_examples=examples(800, 50), deadline=None)
 @given(TREES, SENSIBLE | ANY, TREES, st.booleans())
+@example({"a": 1}, {"a": Given({}, False)}, {"a": None, "b": 2}, True)  # None in the new tree stays
+@example({"a": None}, {}, {"a": 5}, True)  # and in the old one is not there
+@example({"a": None}, {"a": Given({}, False)}, {"a": 5}, True)
 def test_apply(original: Any, transformations: Any, new: Any, default_to_original: bool) -> None:
     """Renames, fallbacks, functions and overlaps of them give what Orbax's give; what makes no sense raises in both."""
     assume(has_unique_names(transformations))
