@@ -254,6 +254,7 @@ ANY = given_transforms(PATTERNS + BAD_PATTERNS, SOURCES + BAD_SOURCES)
 @settings(max_examples=examples(800, 50), deadline=None)
 @given(TREES, SENSIBLE | ANY, TREES, st.booleans())
 @example({"a": 1}, {"a": Given({}, False)}, {"a": None, "b": 2}, True)  # None in the new tree stays
+@example({"a": 1, "b": 2}, {"a": Given({}, False), "a?": Given({"original_key": "b"}, False)}, {"a": 0}, True)
 @example({"a": None}, {}, {"a": 5}, True)  # and in the old one is not there
 @example({"a": None}, {"a": Given({}, False)}, {"a": 5}, True)
 def test_apply(original: Any, transformations: Any, new: Any, default_to_original: bool) -> None:

@@ -141,6 +141,11 @@ def test_recorded_checksums(tmp_path: Path) -> None:
     assert verify(tmp_path).verified
     os.removexattr(path, os.listxattr(path)[0])
     assert (only(tmp_path).state, verify(tmp_path).ok, verify(tmp_path).damaged) == ("unverified", False, False)
+    with use_flag(True):
+        path = Path(checkpoints.save_checkpoint(tmp_path, TREE, 2))
+    notes = path / "_CHECKPOINT_METADATA"  # of which no leaf has anything; it decodes as before
+    flip(notes, notes.read_bytes().index(b"init_timestamp_nsecs") + 25)
+    assert verify(path).damaged and verify(path).checkpoints[0].damage
 
 
 def test_missing_data_file(tmp_path: Path) -> None:
