@@ -59,11 +59,14 @@ def saved(opt_state: Any, flag: bool, tmp_path: Path) -> Any:
     return opened.reader(opened.parts[0]).tree
 
 
+def leaves_of(node: Any) -> dict[str, Any]:
+    """Leaves of a neutral tree by their names."""
+    return {"/".join(path): leaf for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
+
+
 def flat(tree: Any) -> dict[str, Any]:
     """Leaves of a user's tree by their names."""
-    return {
-        "/".join(path): leaf for path, leaf in iter_leaves(state_dict.describe(tree)) if not isinstance(leaf, Branch)
-    }
+    return leaves_of(state_dict.describe(tree))
 
 
 def plain(tree: Any) -> Any:
@@ -71,18 +74,12 @@ def plain(tree: Any) -> Any:
     return jax.tree.map(np.asarray, serialization.to_state_dict(tree))
 
 
-def taken(tree: Any) -> dict[str, Any]:
-    """What a rule gives for the optimizer's state, by name."""
-    opt_state = tree.children["opt_state"]
-    return {"/".join(path): leaf for path, leaf in iter_leaves(opt_state) if not isinstance(leaf, Branch)}
-
-
 def migrate(old: Any, new: Any, *before: rules.Rule, optimizer: Any = None) -> dict[str, Any]:
     """The new optimizer's leaves: a stored value, or `Own.KEEP_TARGET`."""
     tree, target = old, state_dict.describe({"opt_state": new, "step": 0})
     for rule in (*before, optimizer or rules.optimizer_state()):
         tree = rule.apply(tree, target)
-    found = taken(tree)
+    found = leaves_of(tree.children["opt_state"])
     assert found.keys() == flat(new).keys()
     return found
 
@@ -333,10 +330,8 @@ def test_equal_names_tell(flag: bool, tmp_path: Path) -> None:
 def carried(old: Any, new: Any) -> dict[str, Any]:
     """The number of the optimizer that each leaf was taken from; None where the target's own stays."""
     tree = rules.optimizer_state("opt").apply(stored(plain({"opt": old})), state_dict.describe({"opt": new}))
-    leaves = ((path, leaf) for path, leaf in iter_leaves(tree.children["opt"]) if not isinstance(leaf, Branch))
-    return {
-        "/".join(path): None if leaf is Own.KEEP_TARGET else float(np.ravel(value_of(leaf))[0]) for path, leaf in leaves
-    }
+    found = leaves_of(tree.children["opt"])
+    return {name: None if leaf is Own.KEEP_TARGET else np.ravel(value_of(leaf))[0] for name, leaf in found.items()}
 
 
 def test_names_of_wrappers_do_not_tell() -> None:
