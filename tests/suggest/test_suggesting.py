@@ -23,18 +23,18 @@ from tests.support.suggest_states import (
     ADAM,
     CLIPPED,
     NNX_NAMES,
-    Attention,
-    Fused,
-    Layers,
-    Linen,
     array,
+    attention,
     dense,
     flax_optim,
+    fused,
+    layers,
+    linen,
     nnx_state,
     train,
 )
 
-PARAMS = train(Linen())["params"]
+PARAMS = train(linen())["params"]
 ADAMS = jax.eval_shape(ADAM.init, PARAMS)
 D = dense(8, 8)
 
@@ -58,10 +58,10 @@ def test_raw_keys_become_typed_ones() -> None:
 
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:
     """Numbered layers and one with a leading axis are told from the shapes, moments included."""
-    unrolled, scanned = train(Layers()), train(Layers("layers"))
+    unrolled, scanned = train(layers()), train(layers("layers"))
     assert sure(unrolled, scanned) == [r"rules.stack(r'layer_(\d+)', 'layers')"]
     assert sure(scanned, unrolled) == ["rules.unstack('layers', 'layer_{}')"]
-    found = proposed(unrolled, train(Layers("scan"), CLIPPED))[1]
+    found = proposed(unrolled, train(layers("scan"), CLIPPED))[1]
     names = [f"opt_state/0/mu/layer_{number}/Dense_0/kernel" for number in range(4)]
     assert found["opt_state/1/0/mu/scan/Dense_0/kernel"] == "+".join(names)
 
@@ -70,7 +70,7 @@ def test_unrolled_layers_become_scanned_ones_and_back() -> None:
 @pytest.mark.parametrize("form", ["state", "pure dict", "inside"])
 def test_linen_to_nnx(form: str) -> None:
     """Collections are merged and layers renamed, so that each variable comes from the same variable of its layer."""
-    old, new = train(Linen()), nnx_state()
+    old, new = train(linen()), nnx_state()
     new = new if form == "state" else nnx.to_pure_dict(new)
     suggestion, found = proposed(old, {"net": new} if form == "inside" else new)
     assert suggestion is not None
@@ -84,7 +84,7 @@ def test_linen_to_nnx(form: str) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_flax_optim(nested: bool) -> None:
     """A checkpoint of flax.optim gives parameters, moments and step."""
-    new = {name: node for name, node in train(Linen()).items() if name != "batch_stats"}
+    new = {name: node for name, node in train(linen()).items() if name != "batch_stats"}
     assert sure(flax_optim(PARAMS, nested), new)[0] == "rules.pre_optax()"
     found = proposed(flax_optim(PARAMS, nested), new)[1]
     inner = "params/" if nested else ""
@@ -98,7 +98,7 @@ def test_flax_optim(nested: bool) -> None:
 
 def test_parameters_for_inference() -> None:
     """A target of parameters alone gets those of the checkpoint, and nothing of the optimizer's."""
-    assert sure(train(Linen()), PARAMS) == ["rules.move('params', '')"]
+    assert sure(train(linen()), PARAMS) == ["rules.move('params', '')"]
 
 
 def test_names_before_linen() -> None:
@@ -113,12 +113,12 @@ def test_names_before_linen() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({"gen": train(Linen()), "dis": train(Linen())}, {"generator": train(Linen()), "disc": train(Linen())}),
+        ({"gen": train(linen()), "dis": train(linen())}, {"generator": train(linen()), "disc": train(linen())}),
         (
-            {"gen": train(Linen()), "dis": train(Linen())},
-            {"gen": train(Linen(), CLIPPED), "dis": train(Linen(), CLIPPED)},
+            {"gen": train(linen()), "dis": train(linen())},
+            {"gen": train(linen(), CLIPPED), "dis": train(linen(), CLIPPED)},
         ),
-        (train(Attention()), train(Attention(("q_proj", "k_proj", "v_proj", "o_proj")))),
+        (train(attention()), train(attention(("q_proj", "k_proj", "v_proj", "o_proj")))),
         ({"params": {f"h_{n}": D for n in range(12)}}, {"params": {"h": {str(n): D for n in range(12)}}}),
         ({"params": PARAMS, "ema_params": PARAMS}, {"params": PARAMS, "ema": PARAMS}),
         ({"params": {"up": D, "down": D}}, {"params": {"a_up": D, "b_down": D}}),
@@ -165,9 +165,9 @@ def rows(name: str) -> dict[str, Any]:
         ({"params": PARAMS, "ema_params": PARAMS}, {"weights": PARAMS}),
         ({"params": PARAMS}, {"params": PARAMS, "ema_params": PARAMS}),
         ({"params": {"a": PARAMS, "b": PARAMS}}, {"params": {"c": PARAMS, "d": PARAMS}}),
-        (train(Attention()), train(Attention(("Dense_0", "Dense_1", "Dense_2", "Dense_3")))),
-        (train(Attention()), train(Fused())),
-        (train(Fused()), train(Attention())),
+        (train(attention()), train(attention(("Dense_0", "Dense_1", "Dense_2", "Dense_3")))),
+        (train(attention()), train(fused())),
+        (train(fused()), train(attention())),
         ({"params": {"l0": D, "l1": D, "l2": D}}, {"params": {"l0": D, "l1": D, "l2": D, "l3": D}}),
         (
             {"params": {"embed": {"embedding": array(100, 8)}, "out": D}},

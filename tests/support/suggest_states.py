@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,42 +13,38 @@ ADAM = optax.adam(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
 
-class Block(nn.Module):
-    """A residual block, as nn.scan wants it."""
-
-    @nn.compact
-    def __call__(self, x: Any, _: Any = None) -> Any:
-        return x + nn.Dense(8)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))), None
-
-
-class Layers(nn.Module):
-    """Four blocks between two dense layers, one after the other or scanned."""
-
-    scanned: str = ""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.Dense(8, name="first")(x)
-        if self.scanned:
-            scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
-            x, _ = scan(name=self.scanned)(x, None)
-        for number in range(0 if self.scanned else 4):
-            x, _ = Block(name=f"layer_{number}")(x)
-        return nn.Dense(3, name="last")(x)
+def _block(*stack: int) -> dict[str, Any]:
+    """A residual block with a layer norm and two dense layers, or a stack of them."""
+    # Of nested calls linen numbers the outer one first.
+    layers = {"LayerNorm_0": _norm(8), "Dense_1": dense(8, 32), "Dense_0": dense(32, 8)}
+    return jax.tree.map(lambda leaf: array(*stack, *leaf.shape), layers)
 
 
-class Linen(nn.Module):
-    """What ``Nnx`` is, with linen's names."""
+def layers(scanned: str = "") -> dict[str, Any]:
+    """Linen's variables of four blocks between two dense layers, one after the other or scanned."""
+    blocks = {scanned: _block(4)} if scanned else {f"layer_{number}": _block() for number in range(4)}
+    return {"params": {"first": dense(8, 8), **blocks, "last": dense(8, 3)}}
 
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.BatchNorm(use_running_average=True)(nn.Dense(16)(x))
-        x = nn.LayerNorm()(nn.Dense(16)(x))
-        return nn.Dense(4)(x)
+
+def linen() -> dict[str, Any]:
+    """What `Nnx` has, with linen's names."""
+    dense_layers = {"Dense_0": dense(8, 16), "Dense_1": dense(16, 16), "Dense_2": dense(16, 4)}
+    params = {"BatchNorm_0": _norm(16), **dense_layers, "LayerNorm_0": _norm(16)}
+    return {"params": params, "batch_stats": {"BatchNorm_0": {"mean": array(16), "var": array(16)}}}
+
+
+def attention(names: tuple[str, ...] = ("query", "key", "value", "out")) -> dict[str, Any]:
+    """Linen's variables of four dense layers of one shape."""
+    return {"params": {name: dense(8, 8) for name in names}}
+
+
+def fused() -> dict[str, Any]:
+    """Those of attention whose first three layers are one."""
+    return {"params": {"out": dense(8, 8), "qkv": dense(8, 24)}}
 
 
 class Nnx(nnx.Module):
-    """What ``Linen`` is, with names of its own."""
+    """What `linen` is, with names of its own."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.fc1 = nnx.Linear(8, 16, rngs=rngs)
@@ -63,32 +57,11 @@ class Nnx(nnx.Module):
 NNX_NAMES = {"fc1": "Dense_0", "bn": "BatchNorm_0", "fc2": "Dense_1", "ln": "LayerNorm_0", "out": "Dense_2"}
 
 
-class Attention(nn.Module):
-    """Four dense layers of one shape."""
-
-    names: tuple[str, ...] = ("query", "key", "value", "out")
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        for name in self.names:
-            x = nn.Dense(8, name=name)(x)
-        return x
-
-
-class Fused(nn.Module):
-    """Attention whose first three layers are one."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(8, name="out")(nn.Dense(24, name="qkv")(x)[..., :8])
-
-
-@functools.cache  # many cases are made of the same few
-def train(model: nn.Module, tx: Any = ADAM) -> dict[str, Any]:
+def train(variables: dict[str, Any], tx: Any = ADAM) -> dict[str, Any]:
     """The abstract state of a model in training."""
-    variables = dict(jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 8))))
-    params = variables.pop("params")
-    return {"step": 0, "params": params, "opt_state": jax.eval_shape(tx.init, params), **variables}
+    ordered = jax.tree.map(lambda leaf: leaf, variables)  # the names, as jax orders them
+    params = ordered["params"]
+    return {"step": 0, "params": params, "opt_state": jax.eval_shape(tx.init, params), **ordered}
 
 
 def nnx_state() -> Any:
@@ -106,6 +79,10 @@ def flax_optim(params: Any, nested: bool) -> dict[str, Any]:
 def dense(rows: int, columns: int) -> dict[str, Any]:
     """The variables of a dense layer."""
     return {"kernel": array(rows, columns), "bias": array(columns)}
+
+
+def _norm(width: int) -> dict[str, Any]:
+    return {"scale": array(width), "bias": array(width)}
 
 
 def array(*shape: int) -> Any:
