@@ -284,13 +284,13 @@ def test_a_step_that_is_being_removed(is_saved: bool, monkeypatch: pytest.Monkey
         if url.endswith(MANIFEST):
             found.update(store.list(URL))
         if url.endswith(COMMIT_FILE) and not is_saved:
-            commit.remove_folder(URL, found)
+            commit.delete(URL, commit.uncommit(URL, found))
         return Memory.write(store, url, *rest)
 
     monkeypatch.setattr(store, "write", write)
     if is_saved:
         save(2, "other")
-        commit.remove_folder(URL, found)
+        commit.delete(URL, commit.uncommit(URL, found))
     else:
         with pytest.raises(ConcurrentWriteError):
             save(2, "other")

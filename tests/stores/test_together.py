@@ -82,10 +82,16 @@ def test_a_store_that_refuses_to_delete(orbax: bool, bucket: Bucket) -> None:
 
 @pytest.mark.slow
 def test_overwriting_and_other_formats(bucket: Bucket) -> None:
-    """A step replaces itself in its own format and in the other one, and only the arrays of the last one stay."""
+    """A step replaces itself in its own format and in the other one, and only the arrays of the last one stay.
+
+    One of the same tree is complete at every moment.
+    """
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
     for value, orbax in enumerate([False, False, True, True, False]):
+        bucket.proxy.log.clear()
         team.call(store_jobs.overwrite, root, orbax, 4, value, 60.0)
+        uncommits = [asked for asked in bucket.proxy.log if asked.method == "DELETE" and "commit_success" in asked.path]
+        assert bool(uncommits) == (value == 4)
         assert team.call(jobs.restore_small, root) == [value, value]
         assert len({name.rpartition(".")[2] for name in folders(bucket)}) == 1
     with use_flag(False):

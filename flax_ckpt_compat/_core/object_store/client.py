@@ -103,10 +103,7 @@ class Client:
     _read: Callable[..., Coroutine[Any, Any, bytes]]  # start, stop, version
     _put: Callable[..., Coroutine[Any, Any, str]]  # file, version
     _delete: Callable[..., Coroutine[Any, Any, object]]  # version
-
-    def __init__(self) -> None:
-        """Connect on first use."""
-        self._connected: tuple[Any, Any] = (None, None)
+    _connected: tuple[Any, Any] = (None, None)  # on first use: what was wanted, and fsspec's client
 
     def list(self, url: str) -> dict[str, Stat]:
         """Return all objects below a folder by their names relative to it, in order."""
@@ -170,12 +167,10 @@ class Client:
 
     def _version_if_written(self, url: str, file: BinaryIO) -> str | None:
         """Return the version of an object with this content: a try whose answer was lost has written it."""
-        found, size = self.find(url), file.seek(0, io.SEEK_END)
-        if found is None or found.size != size:
-            return None
+        there, size = OpenedObject(self, url), file.seek(0, io.SEEK_END)
         file.seek(0)
-        pieces = (self.read(url, at, at + PART_BYTES, found.version) for at in range(0, size, PART_BYTES))
-        return found.version if all(piece == file.read(PART_BYTES) for piece in pieces) else None
+        pieces = (there.read(at, at + PART_BYTES) == file.read(PART_BYTES) for at in range(0, size, PART_BYTES))
+        return there.version if there.size == size and all(pieces) else None
 
     def translated(self, error: Exception, url: str, doing: str) -> Exception:
         """Return our error for a client's; ``doing`` completes "could not be …"."""
@@ -217,15 +212,14 @@ class Client:
                     return future.result()
                 finally:
                     future.cancel()  # where this thread is interrupted
-            except StorageError:
-                raise
             except Exception as error:
-                if is_of_handler(error):
+                if isinstance(error, StorageError) or is_of_handler(error):
                     raise
                 if doing == "read" and _status_of(error) == _OUT_OF_RANGE:
                     return b""  # type: ignore[return-value]
-                # Another program may have renewed the credentials in their file.
-                if is_last or not _has_expired(error):
+                # Another program may have renewed the credentials in their file. To HEAD, S3 says no word of that.
+                has_expired = re.search(_EXPIRED, f"{type(error).__name__}: {error}") or _status_of(error) == _NO_WORD
+                if is_last or not has_expired:
                     raise self.translated(error, url, doing) from error
                 self._connected = None, None
         raise AssertionError
@@ -248,13 +242,13 @@ class OpenedObject(Source):
         self.path, self._client = url, client
         if (found := client.find(url)) is None:
             raise not_found(url)
-        self.size, self._version, self._crc32c = found
+        self.size, self.version, self._crc32c = found
 
     def read(self, start: int, stop: int) -> bytes:
         if (stop := min(stop, self.size)) <= start:
             return b""
         try:
-            found = self._client.read(self.path, start, stop, self._version)
+            found = self._client.read(self.path, start, stop, self.version)
         except FileNotFoundError as error:
             raise replaced(self.path) from error
         if len(found) != stop - start:
@@ -284,8 +278,3 @@ def _status_of(error: BaseException) -> int:
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
     found = str(getattr(error, "status_code", None) or getattr(error, "code", None))  # of Azure, of gcsfs
     return int(found) if found.isdigit() else 0
-
-
-def _has_expired(error: Exception) -> bool:
-    """Return whether a store says that the credentials have expired; to HEAD, S3 answers 400 without a word."""
-    return bool(re.search(_EXPIRED, f"{type(error).__name__}: {error}")) or _status_of(error) == _NO_WORD

@@ -89,13 +89,12 @@ class S3Client(Client):
     async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> bytes:
         asked = _byte_range(start, stop)
         for left in reversed(range(_TRIES)):
+            answer = await self._ask(key, "get_object", version, Key=key.name, **asked)
             try:
-                answer = await self._ask(key, "get_object", version, Key=key.name, **asked)
                 async with answer["Body"] as body:
                     return bytes(await body.read())
-            except Exception as error:
-                # The client itself tries again, but not once an answer has begun.
-                if hasattr(error, "response") or not left:
+            except Exception:  # the client itself tries again, but not once an answer has begun
+                if not left:
                     raise
             await asyncio.sleep(0.1)
         raise AssertionError

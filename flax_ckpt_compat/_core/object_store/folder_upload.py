@@ -47,7 +47,6 @@ class Upload:
         # Real Flax, and jax, look for ``commit_success.txt`` before they read arrays.
         self.needs_commit_file = self._client.needs_commit_file
         self._expected: dict[str, str] = {}  # name of a file that other saves have, too → version that is there
-        self._is_shared = False  # another call has begun it
         self._has_begun = False  # such files may be there, or those of another save are gone
 
     def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
@@ -131,12 +130,11 @@ class Upload:
         if self.folder != self.url:
             self._publish_file(staged, new)
             return
-        self._is_shared = bool(self.marker)
-        uploaded = self.written() if self._is_shared else []
+        uploaded = self.written() if self.marker else []
         names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
         data = [name for name in names if not commit.is_fixed(name)]
         parts, fixed = [*data, *uploaded], sorted(filter(commit.is_fixed, names))
-        if not self._is_shared:
+        if not self.marker:
             self.begin(new=new, data=data)
         try:
             # Looked for once the marker is there: one of two new saves sees the other.
@@ -179,7 +177,7 @@ class Upload:
 
         indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
         rest = [name for name in fixed if name not in indexes]
-        switches = not self._is_shared and len(indexes) == 1 and self._is_same_tree(staged, fixed)
+        switches = len(indexes) == 1 and self._is_same_tree(staged, fixed)
         self._has_begun = True
         if switches:  # other writers find another commit file, and so no more what they listed
             self._put_commit_file(self._expected[COMMIT_FILE])

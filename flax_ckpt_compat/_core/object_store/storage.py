@@ -52,14 +52,10 @@ class ObjectLocation(Location):
 
     def isdir(self) -> bool:
         inside = self._inside()
-        if COMMIT_FILE in inside or not inside:
-            return bool(inside)
-        # A file hides a folder that is not complete. Without a listing, ask only where a mark makes that likely.
-        asks = is_unfinished(inside) or self.listing is not None
-        return not (asks and self._file() is not None)
+        return bool(inside) and (COMMIT_FILE in inside or self._file() is None)  # a file hides one that is not complete
 
     def isfile(self) -> bool:
-        return self._file() is not None and not self.isdir()
+        return self._file() is not None and COMMIT_FILE not in self._inside()
 
     def exists(self) -> bool:
         return bool(self._inside()) or self._file() is not None
