@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
-from tests.orbax_backend import shared_jobs as jobs
+from tests.orbax_backend.test_shared import save_ours
 from tests.support.disks import flip
 from tests.support.orbax_trees import BACKEND, handles, load, save
 from tests.support.team import team_of
@@ -152,8 +152,8 @@ def test_a_type_that_a_flip_made_is_damage(tmp_path: Path) -> None:
 
 def test_flips_of_other_processes_are_found(tmp_path: Path) -> None:
     """The checksums of each process lie beside its database, with those of the files that it wrote."""
-    path = tmp_path / "c"
-    team_of(2).call(jobs.save_ours, str(path), None, False, (2, 2))
+    team_of(2).call(save_ours, str(tmp_path))
+    path = tmp_path / "checkpoint_1"
     assert fcc.verify(path).ok
     for process in (0, 1):
         own = path / f"ocdbt.process_{process}"

@@ -4,39 +4,104 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax_ckpt_compat.orbax_backend.encode_leaves import encode
 from flax_ckpt_compat.orbax_backend.shardings import spans_processes
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from flax_ckpt_compat._core.tree import KeyData
-from tests.orbax_backend import shared_jobs as jobs
+from tests.multiprocess import jobs
 from tests.support.orbax_trees import BACKEND, branches, handles, load
 from tests.support.peers import needs, ocp_v1, pytree_handler
+from tests.support.spread import half
 from tests.support.team import team_of
+from tests.support.trees import fingerprint
 
-MESH = (2, 2)
-ALL = sorted(jobs.values())
-REALS = sorted(jobs.SPECS)
+PLAIN = {
+    "np": np.arange(70.0).reshape(7, 10), "step": 7, "rate": 1e-3, "name": "héllo", "none": None,
+    "list": [1, {"deep": np.arange(3)}], "no": {},
+}  # fmt: skip
+LACKING = ("uint4", "empty")  # what real Orbax cannot hold, or not as what it is
 real_in_teams = needs("orbax-checkpoint", 0, 12, why="has no typed keys, or tells of a checkpoint in another form")
+
+
+def tree(kind: str = "plain", *, real: bool = False, blank: bool = False) -> dict[str, Any]:
+    """Arrays and keys over all processes, and what is none; ``real``: what real Orbax can hold of that."""
+    split = jobs.split_tree(kind, blank=blank)
+    return {"split": {name: leaf for name, leaf in split.items() if not real or name not in LACKING}, **PLAIN}
+
+
+def save_ours(folder: str, compression: str | None = None, in_background: bool = False) -> None:
+    """Saves step 1 with ours."""
+    jobs.use(True)
+    manager = checkpoints.AsyncManager() if in_background else None
+    with config.override(compression=compression):
+        checkpoints.save_checkpoint_multiprocess(folder, tree(), 1, async_manager=manager)
+        if manager is not None:
+            manager.wait_previous_save()
+
+
+def save_real(path: str, options: dict[str, bool]) -> None:
+    """Saves with real Orbax."""
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)).save(path, args=ocp.args.PyTreeSave(tree(real=True)))
+
+
+def restore(path: str, reader: str, onto: str | None = None, real: bool = False) -> None:
+    """Restores with a reader, onto a mesh or as it is stored, and checks every bit that this process sees."""
+    target = tree(onto or "plain", real=real, blank=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if reader == "ours":
+            found: Any = flax_ckpt_compat.restore(path, onto and target)
+        elif reader == "v1":
+            found = ocp_v1.load(path)
+        else:
+            arguments = None if onto is None else ocp.checkpoint_utils.construct_restore_args(target)
+            if reader == "numpy":
+                arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
+                arguments["name"] = ocp.RestoreArgs()
+            if arguments is not None:
+                arguments["split"] |= dict.fromkeys(LACKING, ocp.RestoreArgs(restore_type=np.ndarray))
+            found = ocp.PyTreeCheckpointer().restore(path, restore_args=arguments)
+    names = found["split"].keys()
+    assert names == target["split"].keys()
+    keys = jax.random.key_data(jax.random.split(jax.random.key(7), jobs.KEYS))
+    for name in names - (LACKING if reader != "ours" else ()):
+        leaf, wanted = found["split"][name], jobs.VALUES[name][0] if name in jobs.VALUES else np.asarray(keys)
+        if not isinstance(leaf, np.ndarray) and (onto or reader in ("orbax", "v1")):
+            assert leaf.sharding.is_equivalent_to(target["split"][name].sharding, leaf.ndim), name
+        leaf = leaf if name in jobs.VALUES else jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array):
+            jobs.check_shards(name, leaf, wanted)
+        else:
+            assert (leaf.dtype, leaf.shape, leaf.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes()), name
+    as_numpy = ({name: jax.tree.map(np.asarray, one[name]) for name in PLAIN} for one in (found, PLAIN))
+    assert len(set(map(str, as_numpy))) == 1
 
 
 @pytest.fixture(scope="module", params=["live", "zstd", "copied"])
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Our save by two processes with two devices each, then renamed; from live arrays or copies, with a codec too."""
-    before = tmp_path_factory.mktemp("shared") / "before"
+    folder = tmp_path_factory.mktemp("shared")
     compression = "zstd" if request.param == "zstd" else None
-    team_of(2).call(jobs.save_ours, str(before), compression, request.param == "copied", MESH)
-    return str(before.rename(before.parent / "after"))
+    team_of(2).call(save_ours, str(folder / "before"), compression, request.param == "copied")
+    return str((folder / "before" / "checkpoint_1").rename(folder / "after"))
 
 
 REAL = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}, "plain": {"use_compression": False}}
@@ -48,231 +113,193 @@ REAL = {"ocdbt": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Real Orbax's save by the same two processes, in each of its layouts."""
     pytree_handler(**REAL[request.param])  # skips where there is no such option
-    path = tmp_path_factory.mktemp("shared") / "real"
-    team_of(2).call(jobs.save_real, str(path), MESH, REAL[request.param])
-    return str(path)
+    path = str(tmp_path_factory.mktemp("shared") / "real")
+    team_of(2).call(save_real, path, REAL[request.param])
+    return path
 
 
-def bits(value: Any) -> Any:
-    """What has to be equal: dtype, shape and bytes of arrays."""
-    return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+READERS = [
+    *(((2, 2), "ours", onto) for onto in ("plain", "turned", "flat")),
+    ((1, 2), "ours", None), ((4, 1), "ours", "plain"), ((1, 2), "numpy", None), ((2, 2), "orbax", None),
+    ((2, 2), "orbax", "plain"), ((2, 2), "orbax", "turned"), ((2, 2), "v1", None),
+]  # fmt: skip
 
 
-def check_whole(found: dict[str, Any], names: list[str]) -> None:
-    """Every leaf is bit for bit what numpy has, arrays and all else."""
-    assert {name: bits(found.pop(name)) for name in names} == {name: bits(jobs.values()[name]) for name in names}
-    keys = found.pop("keys")
-    assert isinstance(keys, KeyData)
-    assert keys.impl == "threefry2x32"
-    assert np.array_equal(keys.data, jobs.key_data())
-    assert str(found) == str({name: jobs.plain()[name] for name in sorted(jobs.plain())})
-
-
-def test_one_process_reads_what_two_wrote(ours: str) -> None:
-    """After the directory was renamed."""
-    found = load(ours)
-    assert np.array_equal(found.pop("here"), np.arange(8))
-    check_whole(found, ALL)
+@pytest.mark.parametrize(
+    ("team", "reader", "onto"),
+    [
+        pytest.param(*row, marks=[real_in_teams] * (row[1] != "ours") + [pytest.mark.slow] * (number > 6))
+        for number, row in enumerate(READERS)
+    ],
+)
+def test_every_reader_finds_what_two_wrote(ours: str, team: tuple[int, int], reader: str, onto: str | None) -> None:
+    """One process or several, ours, real Orbax and its v1, onto a mesh, as it is stored, or as numpy."""
+    assert reader != "v1" or ocp_v1.load  # skips where it is not there
+    team_of(*team).call(restore, ours, reader, onto)
 
 
 @real_in_teams
-def test_one_process_reads_what_two_of_real_orbax_wrote(real: str) -> None:
-    """On a machine that lacks the saved devices."""
-    check_whole(load(real), REALS)
+@pytest.mark.parametrize(("count", "onto"), [(1, None), (2, "plain"), (2, "turned")])
+def test_ours_reads_what_two_of_real_orbax_wrote(real: str, count: int, onto: str | None) -> None:
+    """Each process gets the boxes of its shards, and one alone, that lacks the saved devices, all."""
+    team_of(count).call(restore, real, "ours", onto, True)
 
 
 @real_in_teams
 def test_shardings_and_shapes_of_shards_are_those_of_real_orbax(ours: str, real: str) -> None:
-    """Of arrays with replicas, real Orbax cuts the shards further."""
+    """But of arrays that all hold: we have them on all devices, and of those with replicas Orbax cuts the shards."""
     (one, mine), (other, theirs) = (
         (handles(path), json.loads(Path(path, "_METADATA").read_text())["tree_metadata"]) for path in (ours, real)
     )
-    assert {name: one[name].sharding for name in REALS} == {name: other[name].sharding for name in REALS}
-    assert '"partition_spec": ["x", "y"]' in str(one["both"].sharding)
-    for name, shape in (("both", [4, 4]), ("merged", [2, 8]), ("bf16", [4, 4]), ("large", [256, 512])):
-        found = [tree[f"('{name}',)"]["value_metadata"]["write_shape"] for tree in (mine, theirs)]
+    names = [name for name in other if '"x"' in (other[name].sharding or "").partition("partition_spec")[2]]
+    assert len(names) > 8
+    assert {name: one[name].sharding for name in names} == {name: other[name].sharding for name in names}
+    assert '"partition_spec": ["x", "y"]' in str(one["split/both"].sharding)
+    for name, shape in (("both", [4, 8]), ("merged", [4]), ("bf16", [4, 4]), ("large", [128, 256])):
+        found = [found[f"('split', '{name}')"]["value_metadata"]["write_shape"] for found in (mine, theirs)]
         assert found == [shape, shape]
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
-def test_two_processes_read_their_shards(ours: str, mesh: tuple[int, int]) -> None:
-    """Onto the same mesh and others, each process gets the boxes of its shards."""
-    for wrong in team_of(2).call(jobs.check_ours, ours, mesh, ALL):
-        wrong.pop("bytes")
-        assert not wrong
-
-
-def test_four_processes_read_what_two_wrote(ours: str) -> None:
-    """Twice as many processes get the boxes of theirs."""
-    for wrong in team_of(4, 1).call(jobs.check_ours, ours, MESH, ALL):
-        wrong.pop("bytes")
-        assert not wrong
-
-
-@real_in_teams
-def test_real_orbax_reads_ours_in_one_process(ours: str) -> None:
-    """Real Orbax, alone, gives the same arrays as numpy."""
-    checkpointer = ocp.PyTreeCheckpointer()
-    metadata = checkpointer.metadata(ours).item_metadata.tree
-    args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
-    args["name"], args["none"] = ocp.RestoreArgs(), ocp.RestoreArgs()
-    restored = checkpointer.restore(ours, restore_args=args)
-    expected = jobs.values()
-    assert {name: bits(restored[name]) for name in REALS} == {name: bits(expected[name]) for name in REALS}
-    assert restored["fp8"].tobytes() == expected["fp8"].tobytes()
-    assert restored["name"] == jobs.plain()["name"]
-
-
-@real_in_teams
-@pytest.mark.parametrize("mesh", [None, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 2), (4, 1)))])
-def test_real_orbax_reads_ours_in_two_processes(ours: str, mesh: tuple[int, int] | None) -> None:
-    """Real Orbax gets every shard right, onto a mesh as onto the shardings that we stored."""
-    assert team_of(2).call(jobs.check_real, ours, mesh, REALS, timeout=20) == [{}, {}]
-
-
-@pytest.mark.slow
-@real_in_teams
-def test_orbax_v1_reads_ours(ours: str) -> None:
-    """So does its v1."""
-    assert ocp_v1.load  # skips where it is not there
-    assert team_of(2).call(jobs.check_real_v1, ours, REALS, timeout=20) == [{}, {}]
-
-
-@real_in_teams
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
-def test_ours_reads_real_orbax(real: str, mesh: tuple[int, int]) -> None:
-    """Each process gets the boxes of its shards from what two processes of real Orbax wrote."""
-    for wrong in team_of(2).call(jobs.check_ours, real, mesh, REALS):
-        wrong.pop("bytes")
-        assert not wrong
-
-
-def test_a_process_reads_only_its_shards(tmp_path: Path) -> None:
-    """Of an array without a codec, in large shards, no byte is read that no device here holds."""
-    path = str(tmp_path / "c")
-    team_of(2).call(jobs.save_ours, path, None, False, MESH)
-    for wrong in team_of(2).call(jobs.check_ours, path, MESH, ["large", "tall"]):
-        read, wanted = wrong.pop("bytes")
-        assert not wrong
-        assert read == wanted
-    assert wanted < sum(jobs.values()[name].nbytes for name in ["large", "tall"])
 
 
 def test_each_process_writes_its_own_shards(tmp_path: Path) -> None:
     """The values lie in the database of the process that holds them, half in each; nothing is copied at the end."""
-    path = tmp_path / "c"
-    team_of(2).call(jobs.save_ours, str(path), None, False, MESH)
-    own = [sum(f.stat().st_size for f in (path / f"ocdbt.process_{i}" / "d").iterdir()) for i in (0, 1)]
-    assert min(own) > jobs.values()["large"].nbytes // 2
-    assert sum(f.stat().st_size for f in (path / "d").iterdir()) < 10_000
+    team_of(2).call(save_ours, str(tmp_path))
+    path = tmp_path / "checkpoint_1"
+    own = [sum(file.stat().st_size for file in (path / f"ocdbt.process_{i}" / "d").iterdir()) for i in (0, 1)]
+    assert min(own) > jobs.VALUES["large"][0].nbytes // 2
+    assert sum(file.stat().st_size for file in (path / "d").iterdir()) < 10_000
     assert sorted(os.listdir(path / "array_metadatas")) == ["process_0", "process_1"]
     assert sorted(os.listdir(path / "ocdbt.process_1")) == ["d", CHECKSUMS, "manifest.ocdbt"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+def random_values(seed: int) -> dict[str, tuple[np.ndarray[Any, Any], PartitionSpec]]:
+    """Many arrays of any shape and dtype, each with a split that a mesh of two by two can make of it."""
+    random = np.random.default_rng(seed)
+    dtypes = [np.float32, np.int8, np.uint16, np.bool_, ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.float8_e4m3]
+    found = {}
+    for number in range(40):
+        axes = [[], ["x"], ["y"], ["x", "y"], ["y", "x"]][random.integers(5)]
+        sides: list[list[str]] = [[] for _ in range(random.integers(1, 4))]
+        for axis in axes:
+            sides[random.integers(len(sides))].append(axis)
+        scale = int(random.choice([1, 3, 40]))
+        shape = tuple(int(random.integers(0 if number % 9 == 0 else 1, 2 + scale)) * 2 ** len(side) for side in sides)
+        value = random.integers(-8, 8, shape).astype(dtypes[random.integers(len(dtypes))])
+        found[f"layers/{number}.w é"] = value, PartitionSpec(*(tuple(side) or None for side in sides))
+    return found
+
+
+def save_random(folder: str, seed: int, compression: str | None) -> None:
+    """Saves them, on a mesh in which the processes' devices are mixed."""
+    jobs.use(True)
+    order = np.random.default_rng(seed).permutation(jax.device_count())
+    mesh = Mesh(np.array(jax.devices())[order].reshape(2, 2), ("x", "y"))
+    tree = {name: jobs.put(value, NamedSharding(mesh, spec)) for name, (value, spec) in random_values(seed).items()}
+    with config.override(compression=compression):
+        checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
     """Random shapes, dtypes and splits over devices in any order come back as numpy had them."""
-    path = str(tmp_path / "c")
-    team_of(2).call(jobs.save_random, path, seed, [None, "zstd", "crc32c"][seed % 3])
-    expected = {name: bits(value) for name, (value, _) in jobs.random_values(seed).items()}
-    assert {name: bits(value) for name, value in load(path).items()} == expected
+    team_of(2).call(save_random, str(tmp_path), seed, [None, "zstd", "crc32c"][seed % 3])
+    found, expected = load(tmp_path / "checkpoint_1"), {name: value for name, (value, _) in random_values(seed).items()}
+    assert fingerprint(found) == fingerprint(expected)
+
+
+def write_part(path: Path, tree: Any, index: int = 0, count: int = 2) -> ProcessSave:
+    """One process's part of a save, up to its merging."""
+    process = ProcessInfo(index, count)
+    save = ProcessSave(str(path), BACKEND.prepare(branches(tree), process), WriteOptions(), process)
+    if index == 0:
+        BACKEND.begin_multiprocess(save)
+    BACKEND.write_process_part(save)
+    return save
+
+
+def lose(path: Path) -> None:
+    """Removes a file or folder."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def cut(folder: Path) -> None:
+    """Cuts the largest file of a folder."""
+    os.truncate(max(folder.iterdir(), key=lambda file: file.stat().st_size), 100)
+
+
+VALUES = np.random.default_rng(0).random((8, 1000)).astype(np.float32)
+MISSING, INCOMPLETE = "the share of process 1 is missing", "what the processes saved is not complete: "
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"),
+    ("spoil", "place", "said"),
     [
-        ("ocdbt.process_1", "StorageError: {path}: the share of process 1 is missing"),
-        ("ocdbt.process_1/ended", "StorageError: {path}: the share of process 1 is missing"),
-        ("ocdbt.process_1/manifest.ocdbt", "StorageError: {path}: what the processes saved is not complete"),
-        ("ocdbt.process_1/d/*", "StorageError: {path}: what the processes saved is not complete"),
+        (lose, "ocdbt.process_1", MISSING),
+        (lose, "ocdbt.process_1/ended", MISSING),
+        (lose, "ocdbt.process_1/manifest.ocdbt", INCOMPLETE),
+        (lose, "ocdbt.process_1/d", INCOMPLETE),
+        (cut, "ocdbt.process_1/d", f"{INCOMPLETE}the file ocdbt.process_1/d/.* is missing or too short"),
     ],
 )
-def test_a_lost_share_is_told_at_the_end(tmp_path: Path, lost: str, said: str) -> None:
+def test_a_lost_share_is_told_at_the_end(tmp_path: Path, spoil: Any, place: str, said: str) -> None:
     """What is gone of process 1's share keeps process 0 from committing, and is named."""
-    path = tmp_path / "c"
-    found = team_of(2).call(jobs.save_then_lose, str(path), MESH, lost)[0]
-    assert found.startswith(said.format(path=path))
-    assert not (path / "commit_success.txt").exists()
-
-
-def test_a_data_file_that_got_lost_is_told(tmp_path: Path) -> None:
-    """Some values are gone, though the B-tree that names them is there."""
-    path = tmp_path / "c"
-    found = team_of(2).call(jobs.save_then_cut, str(path), MESH)[0]
-    assert found.startswith(f"StorageError: {path}: what the processes saved is not complete: the file ocdbt.process_1")
-    assert "missing or too short" in found
-    assert not (path / "commit_success.txt").exists()
-
-
-@pytest.mark.parametrize("name", ["both", "large", "bf16"])
-def test_other_dtypes_in_another_process_are_told(tmp_path: Path, name: str) -> None:
-    """A chunk of int32 would fit into an array of float32 as if nothing were wrong."""
-    found = team_of(2).call(jobs.save_different, str(tmp_path / "c"), MESH, name)
-    assert found[0].startswith("MultiprocessSaveError")
-    assert "process 1" in found[0]
+    save, _ = (write_part(tmp_path / "c", {"a": half(VALUES, index)}, index) for index in (0, 1))
+    spoil(tmp_path / "c" / place)
+    with pytest.raises(StorageError, match=f"{tmp_path / 'c'}: {said}"):
+        BACKEND.finish_multiprocess(save)
     assert not (tmp_path / "c" / "commit_success.txt").exists()
 
 
-def test_a_directory_that_not_all_share_is_told(tmp_path: Path) -> None:
-    """A process that does not see what process 0 made says so, and makes no directory of its own."""
-    found = team_of(2).call(jobs.write_elsewhere, str(tmp_path / "c"), MESH)
-    for index, said in enumerate(found):
-        assert said.startswith(f"StorageError: process {index} does not find {tmp_path / 'c'}")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("dtypes", [(np.float32, np.int32), (ml_dtypes.float8_e4m3, ml_dtypes.uint4)], ids=str)
+def test_other_dtypes_in_another_process_are_told(tmp_path: Path, dtypes: tuple[Any, Any]) -> None:
+    """A chunk of int32 would fit into an array of float32 as if nothing were wrong; the others are stored as uint8."""
+    trees = ({"a": half(VALUES.astype(dtype), index)} for index, dtype in enumerate(dtypes))
+    save, _ = (write_part(tmp_path / "c", tree, index) for index, tree in enumerate(trees))
+    with pytest.raises(MultiprocessSaveError, match="that process 1 spreads have other names, shapes, dtypes"):
+        BACKEND.finish_multiprocess(save)
+    assert not (tmp_path / "c" / "commit_success.txt").exists()
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_save_alone_refuses_spread_arrays(copied: bool) -> None:
-    """One process cannot save what it sees a part of, as an array or as the copy of one."""
-    for said in team_of(2).call(jobs.prepare_alone, MESH, copied):
-        assert said.startswith("UnsupportedLeafError: bf16: this process sees only a part of the array")
-
-
-def test_shards_that_are_no_grid_are_refused(tmp_path: Path) -> None:
-    """Before anything is written, in every process."""
-    for said in team_of(2).call(jobs.save_uneven, str(tmp_path / "c")):
-        assert said.startswith("UnsupportedLeafError: a: the array is spread over processes in shards of different")
+@pytest.mark.parametrize(
+    ("index", "count", "length", "error", "said"),
+    [
+        (1, 2, 8, StorageError, "process 1 does not find .*c, which process 0 made"),
+        # Before anything is written; there is none in jax, so a sharding plays one.
+        (0, 2, 7, UnsupportedLeafError, "a: the array is spread over processes in shards of different"),
+        (0, 1, 8, UnsupportedLeafError, "a: this process sees only a part of the array"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, index: int, count: int, length: int, error: Any, said: str) -> None:
+    """A folder that not all share, shards that are no grid, and a save alone of an array that is spread."""
+    with pytest.raises(error, match=said):
+        write_part(tmp_path / "c", {"a": half(np.arange(float(length)), index)}, index, count)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "tree", [{"s": "text", "n": None, "d": {}}, {"a": np.arange(5.0), "i": 3}], ids=["no arrays", "nothing spread"]
 )
-def test_process_0_may_have_all(tmp_path: Path, tree: dict[str, Any]) -> None:
-    """What no process shares is process 0's; ours and real Orbax restore it."""
-    path = str(tmp_path / "c")
-    team_of(2).call(jobs.save_plain, path, tree)
-    assert str(load(path)) == str(dict(sorted(tree.items())))
-    assert str(ocp.PyTreeCheckpointer().restore(path)) == str(dict(sorted(tree.items())))
-
-
-def test_a_team_of_one(tmp_path: Path) -> None:
-    """One process may take the same way."""
-    path, share, tree = str(tmp_path / "c"), ProcessInfo(0, 1), {"a": np.arange(5.0), "s": "text"}
-    prepared = BACKEND.prepare(branches(tree), share)
-    BACKEND.begin_multiprocess(ProcessSave(path, prepared, WriteOptions(), share))
-    BACKEND.write_process_part(ProcessSave(path, prepared, WriteOptions(), share))
-    BACKEND.finish_multiprocess(ProcessSave(path, prepared, WriteOptions(), share))
-    assert str(load(path)) == str(tree)
+@pytest.mark.parametrize("count", [1, 2])
+def test_process_0_may_have_all(tmp_path: Path, tree: dict[str, Any], count: int) -> None:
+    """What no process shares is process 0's; ours and real Orbax restore it. A team may have one process only."""
+    save, *_ = [write_part(tmp_path / "c", tree, index, count) for index in range(count)]
+    BACKEND.finish_multiprocess(save)
+    for found in (load(tmp_path / "c"), ocp.PyTreeCheckpointer().restore(tmp_path / "c")):
+        assert str(found) == str(dict(sorted(tree.items())))
 
 
 def test_a_share_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of its checksums and of the file that says that it is complete are on the disk, like their bytes."""
-    path, share, synced = str(tmp_path / "c"), ProcessInfo(0, 1), list[str]()
-    fsync = os.fsync
+    synced, fsync = list[str](), os.fsync
 
     def noting(descriptor: int) -> None:
         fsync(descriptor)
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
 
-    prepared = BACKEND.prepare(branches({"a": np.arange(500.0)}), share)
-    BACKEND.begin_multiprocess(ProcessSave(path, prepared, WriteOptions(), share))
     monkeypatch.setattr(os, "fsync", noting)
-    BACKEND.write_process_part(ProcessSave(path, prepared, WriteOptions(), share))
-    own = f"{path}/ocdbt.process_0"
+    write_part(tmp_path / "c", {"a": np.arange(500.0)})
+    own = f"{tmp_path}/c/ocdbt.process_0"
     assert synced[-1] == own
-    assert {f"{own}/ended", f"{own}/flax_ckpt_compat.checksums", f"{path}/_METADATA"} <= set(synced)
+    assert {f"{own}/ended", f"{own}/flax_ckpt_compat.checksums", f"{tmp_path}/c/_METADATA"} <= set(synced)
 
 
 def test_a_key_of_all_processes_is_on_all_devices() -> None:
