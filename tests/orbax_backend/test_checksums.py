@@ -7,7 +7,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +93,6 @@ def test_the_file_is_as_the_guide_says(tmp_path: Path) -> None:
     for name, (size, sums) in found["files"].items():
         text = (path / name).read_bytes()
         assert (size, sums) == (len(text), zlib.crc32(text).to_bytes(4, "little"))
-
-
-def test_real_readers_ignore_it(tmp_path: Path) -> None:
-    """PyTreeCheckpointer, StandardCheckpointer and a manager restore it, with nothing else in the directory."""
-    path = saved(tmp_path / "root" / "3" / "default", {"a": LARGE, "b": "s"})
-    assert (path / CHECKSUMS).exists()
-    with ocp.PyTreeCheckpointer() as pytree, ocp.StandardCheckpointer() as standard:
-        for checkpointer in (pytree, standard):
-            restored = checkpointer.restore(path)
-            assert np.array_equal(restored["a"], LARGE)
-            assert restored["b"] == "s"
-    with ocp.CheckpointManager(tmp_path / "root") as manager:
-        assert manager.all_steps() == [3]
-        assert np.array_equal(manager.restore(3, args=ocp.args.StandardRestore())["a"], LARGE)
 
 
 def flips(path: Path, step: int) -> Iterator[tuple[Path, int]]:
@@ -241,83 +227,81 @@ def test_what_others_write_is_no_damage(tmp_path: Path) -> None:
     rewritten(path, "large/0.0", changed.tobytes())
     assert np.array_equal(fcc.restore(path)["large"], changed)
     assert not fcc.verify(path).damaged
-    metadata = path / "_METADATA"
-    metadata.write_text(metadata.read_text().replace('"s', '"S', 0))
     file, at = find(path, TREE["mid"])
     flip(file, at)
     with pytest.raises(ChecksumError, match="mid"):
         fcc.restore(path)
 
 
-def test_edited_json_is_no_damage(tmp_path: Path) -> None:
-    """A file with another size was edited."""
+def edited(name: str) -> Callable[[Path], Any]:
+    """A file of another size."""
+    return lambda path: (path / name).write_text((path / name).read_text() + "\n")
+
+
+def recorded(**changes: Any) -> Callable[[Path], Any]:
+    """Other records, with a right checksum of their own."""
+    return lambda path: rewrite(path / CHECKSUMS, lambda found: found.update(changes))
+
+
+def without_chunk(path: Path) -> None:
+    """No record of the large chunk."""
+    rewrite(path / CHECKSUMS, lambda found: found["chunks"].pop("large/0.0"))
+
+
+def cut(length: int) -> Callable[[Path], Any]:
+    """So many bytes less of the file of checksums, or only so many."""
+    return lambda path: (path / CHECKSUMS).write_bytes((path / CHECKSUMS).read_bytes()[:length])
+
+
+FIRST = crc32c(LARGE.tobytes()[:MIB]).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("change", "files", "unverified"),
+    [
+        # Files of another size were edited; what a later version says is not judged.
+        (edited("_sharding"), False, set()),
+        (edited("_METADATA"), False, set()),
+        (lambda path: (path / "_sharding").unlink(), False, set()),
+        (recorded(version=2, chunks={"large/0.0": b"1234"}), False, {"large", "mid", "small"}),
+        (lambda path: (path / CHECKSUMS).unlink(), False, {"large", "mid", "small"}),
+        (without_chunk, True, {"large"}),
+        (recorded(data_files=[]), True, {"large", "mid"}),
+    ],
+)
+def test_what_cannot_be_checked_is_unverified(tmp_path: Path, change: Any, files: bool, unverified: set[str]) -> None:
+    """Neither ok nor damaged, whatever covers the rest; it is restored, and one leaf is enough for the whole."""
     path = saved(tmp_path / "c")
-    sharding, metadata = path / "_sharding", path / "_METADATA"
-    sharding.write_text(sharding.read_text().replace("cpu:0", "cpu:10"))
-    metadata.write_text(metadata.read_text() + "\n")
-    assert equal(fcc.restore(path)["list"], TREE["list"])
-    sharding.unlink()
-    assert equal(fcc.restore(path)["list"], TREE["list"])
-
-
-def test_a_later_version_is_unverified(tmp_path: Path) -> None:
-    """What this release does not know, it does not judge."""
-    path = saved(tmp_path / "c")
-    rewrite(path / CHECKSUMS, lambda found: found.update(version=2, chunks={"large/0.0": b"1234"}))
-    assert np.array_equal(fcc.restore(path)["large"], LARGE)
-
-
-@pytest.mark.parametrize("lacks", ["chunks", "data_files"])
-def test_a_chunk_without_a_checksum(lacks: str, tmp_path: Path) -> None:
-    """It is unverified: neither ok nor damaged, whatever covers the rest."""
-    path = saved(tmp_path / "c", {"large": LARGE, "small": np.ones(3)})
-
-    def change(found: dict[str, Any]) -> None:
-        if lacks == "chunks":
-            assert found["chunks"].pop("large/0.0")
-        else:
-            found["data_files"] = []
-
-    rewrite(path / CHECKSUMS, change)
+    change(path)
+    assert equal(fcc.restore(path), TREE)
     (report,) = fcc.verify(path).checkpoints
-    assert {leaf.path: leaf.state for leaf in report.leaves} == {"large": "unverified", "small": "ok"}
-    assert (report.state, fcc.verify(path).ok) == ("unverified", False)
-    assert np.array_equal(fcc.restore(path)["large"], LARGE)
+    states = {leaf.path: leaf.state for leaf in report.leaves if leaf.path in ("large", "mid", "small")}
+    assert states == {name: "unverified" if name in unverified else "ok" for name in states}
+    assert (report.state, fcc.verify(path).ok) == (("unverified", False) if unverified else ("ok", True))
+    assert BACKEND.open(location_of(path)).verify_checksums() == files
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"chunks": None},
-        {"chunks": {"large/0.0": 5}},
-        {"files": {"_METADATA": b""}},
-        {"files": {"_METADATA": [5, None]}},
-        {"data_files": 3},
-        {"files": {"../outside": [1, zlib.crc32(b"x").to_bytes(4, "little")]}},
+        *map(cut, (0, 3, 4, 200, -1)),
+        recorded(chunks=None),
+        recorded(chunks={"large/0.0": 5}),
+        recorded(chunks={"large/0.0": FIRST}),
+        recorded(files={"_METADATA": b""}),
+        recorded(files={"_METADATA": [5, None]}),
+        recorded(data_files=3),
+        recorded(files={"../outside": [1, zlib.crc32(b"x").to_bytes(4, "little")]}),
     ],
 )
-def test_hostile_files_of_checksums(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_hostile_and_cut_files_of_checksums(tmp_path: Path, change: Any) -> None:
     """Whatever it holds, reading and verifying say so, and read nothing outside of the directory."""
     path = saved(tmp_path / "c")
     (tmp_path / "outside").write_text("x")
-    rewrite(path / CHECKSUMS, lambda found: found.update(change))
+    change(path)
     with contextlib.suppress(CorruptCheckpointError):
         assert np.array_equal(fcc.restore(path)["large"], LARGE)
     assert fcc.verify(path).damaged
-
-
-def test_cut_files_of_checksums(tmp_path: Path) -> None:
-    """An empty or cut file is damage; without the file the checkpoint is unverified."""
-    path = saved(tmp_path / "c")
-    whole = (path / CHECKSUMS).read_bytes()
-    for length in (0, 3, 4, len(whole) // 2, len(whole) - 1):
-        (path / CHECKSUMS).write_bytes(whole[:length])
-        with pytest.raises(ChecksumError, match="do not decode"):
-            fcc.restore(path)
-    (path / CHECKSUMS).unlink()
-    assert np.array_equal(fcc.restore(path)["large"], LARGE)
-    assert not fcc.verify(path).damaged
-    assert not fcc.verify(path).verified
 
 
 def test_bits_that_numpy_does_not_show(tmp_path: Path) -> None:
@@ -351,17 +335,21 @@ def test_chunks_at_the_edge(shape: tuple[int, ...], tmp_path: Path, monkeypatch:
     assert fcc.verify(path).ok
 
 
-def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compression", LAYOUTS)
+def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None) -> None:
     """TensorStore pads with them on every axis, as its own reader of the database finds; no values are there."""
-    array = RNG.integers(1, 99, (5, 7, 11), np.uint8)
-    monkeypatch.setattr(zarr, "chunk_shape", lambda *_: [3, 4, 11])
+    tree = {"a": RNG.integers(1, 99, (5, 7, 11), np.uint8), "zeros": np.zeros(9000)}  # a codec makes them small
+    monkeypatch.setattr(zarr, "chunk_shape", lambda shape, *_: [3, 4, 11] if len(shape) == 3 else [9000])
     monkeypatch.setattr(ocdbt_writer, "_COPY_BELOW_BYTES", 0)
     monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
-    path = saved(tmp_path / "c", {"a": array})
-    stored = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result().read("a/1.1.0").result().value
-    expected = np.pad(array[3:, 4:], ((0, 1), (0, 1), (0, 0))).tobytes()
-    assert bytes(stored) == expected
-    assert fcc.verify(path).ok and equal(fcc.restore(path), {"a": array})
+    path = saved(tmp_path / "c", tree, compression=compression)
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+    if compression is None:
+        assert store["a/1.1.0"] == np.pad(tree["a"][3:, 4:], ((0, 1), (0, 1), (0, 0))).tobytes()
+    assert (len(store["zeros/0" if compression is None else "zeros/c/0"]) < 1024) == (compression == "zstd")
+    assert fcc.verify(path).ok
+    for found in (fcc.restore(path), ocp.PyTreeCheckpointer().restore(path)):
+        assert equal(found, tree)
 
 
 def test_records_of_older_releases(tmp_path: Path) -> None:
@@ -385,17 +373,6 @@ def test_records_of_older_releases(tmp_path: Path) -> None:
     flip(file, at + MIB + 5)
     with pytest.raises(ChecksumError, match="block 1"):
         fcc.restore(path)
-
-
-@pytest.mark.parametrize("change", ["edited", "removed"])
-def test_files_that_cannot_be_checked(tmp_path: Path, change: str) -> None:
-    """One of many is enough for the rest of a checkpoint to count as unverified."""
-    path = saved(tmp_path / "c")
-    reader = BACKEND.open(location_of(path))
-    assert reader.verify_checksums()
-    sharding = path / "_sharding"
-    sharding.unlink() if change == "removed" else sharding.write_text(sharding.read_text() + "\n")
-    assert not reader.verify_checksums()
 
 
 ROWS = np.arange(300_900, dtype=np.float32).reshape(1003, 300)

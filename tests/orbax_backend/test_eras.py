@@ -39,11 +39,11 @@ def array_ext(array: np.ndarray[Any, Any]) -> msgpack.ExtType:
     return msgpack.ExtType(1, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
 
 
-def old(path: Path, tree: Any, packed: Any = None, *, ocdbt: bool = True) -> Path:
+def old(path: Path, tree: Any, packed: Any = None, *, ocdbt: bool = True, metadata: bool = False) -> Path:
     """A checkpoint as releases before 0.4.3 wrote it: a msgpack file, and no ``_METADATA``."""
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)).save(path, tree)
     keep = {"d", "manifest.ocdbt", "_strings.json", "_sharding"}
-    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", "array_metadatas"):
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", "array_metadatas")[metadata:]:
         file = path / name
         shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
     assert not ocdbt or keep & {file.name for file in path.iterdir()}
@@ -51,32 +51,34 @@ def old(path: Path, tree: Any, packed: Any = None, *, ocdbt: bool = True) -> Pat
     return path
 
 
-@pytest.mark.parametrize("ocdbt", [True, False])
-def test_structure_from_the_msgpack_file(tmp_path: Path, ocdbt: bool) -> None:
-    """Without ``_METADATA`` the tree is that of the msgpack file, as for real Orbax."""
-    path = old(tmp_path / "c", ARRAYS, ocdbt=ocdbt)
-    assert fingerprint(load(path)) == fingerprint(ARRAYS)
-    assert fingerprint(ocp.PyTreeCheckpointer().restore(path)) == fingerprint(ARRAYS)
+NINES = np.full(3, 9.0)
 
 
-@pytest.mark.parametrize("prefix", ["PLACEHOLDER://", "AGGREGATED://"])
-def test_the_text_of_placeholders_is_ignored(tmp_path: Path, prefix: str) -> None:
-    """A placeholder stands for its own key path, whatever it names, in the words of every release."""
-    path = old(tmp_path / "c", {"x": np.arange(3)}, {"x": prefix + "foo"})
-    assert load(path)["x"].tolist() == [0, 1, 2] == ocp.PyTreeCheckpointer().restore(path)["x"].tolist()
-
-
-def test_values_in_the_msgpack_file_win(tmp_path: Path) -> None:
-    """They override the arrays, with ``_METADATA`` or without one, as for real Orbax."""
-    nines = np.full(3, 9.0)
-    for path in (tmp_path / "with", tmp_path / "without"):
-        tree = {"a": np.zeros(3), "b": np.ones(2)}
-        ocp.PyTreeCheckpointer().save(path, tree)
-        (path / "checkpoint").write_bytes(msgpack.packb({"a": array_ext(nines), "b": "PLACEHOLDER://b"}))
-        if path.name == "without":
-            (path / "_METADATA").unlink()
-        assert fingerprint(load(path)) == fingerprint({"a": nines, "b": np.ones(2)})
-        assert fingerprint(ocp.PyTreeCheckpointer().restore(path)) == fingerprint({"a": nines, "b": np.ones(2)})
+@pytest.mark.parametrize(
+    ("tree", "packed", "expected", "options"),
+    [
+        *((ARRAYS, None, ARRAYS, {"ocdbt": ocdbt}) for ocdbt in (True, False)),
+        # A placeholder stands for its own key path, whatever it names, in the words of every release.
+        *(({"x": NINES}, {"x": prefix + "foo"}, {"x": NINES}, {}) for prefix in ("PLACEHOLDER://", "AGGREGATED://")),
+        # Values override the arrays, with ``_METADATA`` or without one.
+        *(
+            (
+                {"a": np.zeros(3), "b": np.ones(2)},
+                {"a": array_ext(NINES), "b": "PLACEHOLDER://b"},
+                {"a": NINES, "b": np.ones(2)},
+                {"metadata": metadata},
+            )
+            for metadata in (True, False)
+        ),
+    ],
+)
+def test_structure_and_values_of_the_msgpack_file(
+    tmp_path: Path, tree: Any, packed: Any, expected: Any, options: dict[str, bool]
+) -> None:
+    """They are as for real Orbax."""
+    path = old(tmp_path / "c", tree, packed, **options)
+    for found in (load(path), ocp.PyTreeCheckpointer().restore(path)):
+        assert fingerprint(found) == fingerprint(expected)
 
 
 def test_everything_that_the_msgpack_file_holds(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_texts_of_old_releases(tmp_path: Path, folder: str | None) -> None:
 
 
 def test_shardings_by_plain_name(tmp_path: Path) -> None:
-    """Till 0.4.1 the keys of ``_sharding`` are the names themselves, even ones that are valid base64 of others."""
+    """Till 0.4.1 the keys of ``_sharding`` are the names themselves; whether or not is told by all of them together."""
     tree = {"abcd": jnp.arange(3.0), "x": {"y": jnp.ones(2)}}
     path = old(tmp_path / "c", tree)
     encoded = handles(path)
@@ -126,10 +128,6 @@ def test_shardings_by_plain_name(tmp_path: Path) -> None:
     assert encoded["abcd"].sharding == text
     (path / "_sharding").write_text(json.dumps({"abcd": text, "x.y": text}))
     assert {name: handle.sharding for name, handle in handles(path).items()} == {"abcd": text, "x/y": text}
-
-
-def test_names_that_are_base64_of_others(tmp_path: Path) -> None:
-    """Whether the keys of ``_sharding`` are names or base64 of them is told by all of them together."""
     for keys in (["YQ==", "a"], ["WVE9PQ==", "YQ=="]):  # the latter is the base64 of the former
         (tmp_path / "_sharding").write_text(json.dumps(dict(zip(keys, ["of YQ==", "of a"], strict=True))))
         assert read_shardings(location_of(tmp_path), ["YQ==", "a"]) == {"YQ==": "of YQ==", "a": "of a"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.errors import NameCollisionError
 from tests.support.orbax_trees import load, save
-from tests.support.peers import needs
+from tests.support.peers import version
 from tests.support.profiles import examples
 from tests.support.saves import new_folder
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, arrays, fingerprint
@@ -36,7 +36,6 @@ TREES = st.dictionaries(
     min_size=1,
     max_size=4,
 )
-QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def _c_order(tree: Any) -> Any:
@@ -47,27 +46,16 @@ def _c_order(tree: Any) -> Any:
     return np.array(tree, order="C") if isinstance(tree, np.ndarray) else tree
 
 
-@QUICK
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(TREES)
-def test_real_orbax_reads_what_we_write(tree: Any) -> None:
-    """To the last bit, and in the same structure."""
-    with new_folder() as folder:
-        try:
-            path = save(Path(folder) / "c", tree)
-        except NameCollisionError:
-            return
-        assert fingerprint(ocp.PyTreeCheckpointer().restore(path)) == fingerprint(tree)
-
-
-@QUICK
-@needs("orbax-checkpoint", 0, 12, why="loses arrays of some names when it saves")
-@given(TREES)
-def test_we_read_what_real_orbax_writes(tree: Any) -> None:
+def test_real_orbax_and_we_read_each_other(tree: Any) -> None:
     """To the last bit, and in the same structure; trees that would collide are not given to real Orbax."""
     with new_folder() as folder:
         try:
-            save(Path(folder) / "ours", tree)
+            path = save(Path(folder) / "ours", tree)
         except NameCollisionError:
             return
-        ocp.PyTreeCheckpointer().save(Path(folder) / "c", _c_order(tree))
-        assert fingerprint(load(Path(folder) / "c")) == fingerprint(tree)
+        assert fingerprint(ocp.PyTreeCheckpointer().restore(path)) == fingerprint(tree)
+        if version("orbax-checkpoint") >= (0, 12):  # older ones lose arrays of some names when they save
+            ocp.PyTreeCheckpointer().save(Path(folder) / "theirs", _c_order(tree))
+            assert fingerprint(load(Path(folder) / "theirs")) == fingerprint(tree)

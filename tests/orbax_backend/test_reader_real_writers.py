@@ -25,53 +25,49 @@ def test_reads_what_real_orbax_writes(tmp_path: Path, common_tree: dict[str, Any
     assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
 
 
-def test_reads_standard_checkpointer(tmp_path: Path) -> None:
-    """StandardCheckpointer's directories, which hold no text."""
-    tree = {"a": jnp.arange(5.0), "n": np.arange(3), "i": 3, "l": [1.5, None], "t": {"b": True}}
+def _standard(path: Path, tree: Any) -> Path:
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "c", tree)
-    assert fingerprint(load(tmp_path / "c")) == fingerprint(on_host(tree))
+        checkpointer.save(path, tree)
+    return path
 
 
-def test_reads_numpy_scalars(tmp_path: Path) -> None:
-    """Numpy scalars come back as saved, but for 64 bits, which are stored just as Python numbers are."""
-    narrow = {"i": np.int16(3), "f": np.float32(1.5), "c": np.complex64(1j)}
-    path = pytree()(tmp_path / "c", narrow | {"wide": np.int64(3), "double": np.float64(2.5)})
-    assert fingerprint(load(path)) == fingerprint(narrow | {"wide": 3, "double": 2.5})
-    assert load(path) == ocp.PyTreeCheckpointer().restore(path)
+def _array(path: Path, values: Any) -> Path:
+    ocp.Checkpointer(ocp.ArrayCheckpointHandler()).save(path, args=ocp.args.ArraySave(values))
+    return path
 
 
-@needs("orbax-checkpoint", 0, 12, why="cannot save a bare jax array")
-def test_reads_a_bare_leaf(tmp_path: Path) -> None:
-    """A tree of one leaf, stored under the empty name."""
-    path = pytree()(tmp_path / "c", jnp.arange(4.0))
-    assert fingerprint(load(path)) == fingerprint(np.arange(4, dtype=np.float32))
+def _array_of_a_step(path: Path, values: Any) -> Path:
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(1, args=ocp.args.Composite(arr=ocp.args.ArraySave(values)))
+    return path / "1" / "arr"
 
 
-def test_reads_long_lists_in_order(tmp_path: Path) -> None:
-    """Ten comes after nine, whatever the names sort like."""
-    path = pytree()(tmp_path / "c", {"l": list(range(12))})
-    assert load(path) == {"l": list(range(12))}
+STANDARD = {"a": jnp.arange(5.0), "n": np.arange(3), "i": 3, "l": [1.5, None], "t": {"b": True}}  # which has no text
+NARROW = {"i": np.int16(3), "f": np.float32(1.5), "c": np.complex64(1j)}
 
 
-@pytest.mark.parametrize("item", ["flat", "step"])
-def test_a_single_array_is_a_bare_leaf(tmp_path: Path, item: str) -> None:
-    """An item that its step, or the directory itself, declares to be one array has no key ``checkpoint``."""
-    values = jnp.arange(5)
-    if item == "flat":
-        ocp.Checkpointer(ocp.ArrayCheckpointHandler()).save(tmp_path / "c", args=ocp.args.ArraySave(values))
-        path = tmp_path / "c"
-    else:
-        with ocp.CheckpointManager(tmp_path / "c") as manager:
-            manager.save(1, args=ocp.args.Composite(arr=ocp.args.ArraySave(values)))
-        path = tmp_path / "c" / "1" / "arr"
-    assert fingerprint(load(path)) == fingerprint(np.arange(5, dtype=np.int32))
-
-
-def test_a_tree_with_the_key_checkpoint_stays_a_tree(tmp_path: Path) -> None:
-    """Only a declared single array loses its key."""
-    path = pytree(use_ocdbt=False)(tmp_path / "c", {"checkpoint": jnp.arange(5)})
-    assert list(load(path)) == ["checkpoint"]
+@pytest.mark.parametrize(
+    ("write", "tree", "expected"),
+    [
+        (_standard, STANDARD, on_host(STANDARD)),
+        # As saved, but for scalars of 64 bits, which are stored just as Python numbers are.
+        (WRITERS["v0"], {**NARROW, "w": np.int64(3), "d": np.float64(2.5)}, {**NARROW, "w": 3, "d": 2.5}),
+        pytest.param(
+            WRITERS["v0"],
+            jnp.arange(4.0),
+            np.arange(4, dtype=np.float32),
+            marks=needs("orbax-checkpoint", 0, 12, why="cannot save a bare jax array"),
+        ),
+        (WRITERS["v0"], {"l": list(range(12))}, {"l": list(range(12))}),  # ten after nine
+        # Only a declared single array loses its key ``checkpoint``.
+        (_array, jnp.arange(5), np.arange(5, dtype=np.int32)),
+        (_array_of_a_step, jnp.arange(5), np.arange(5, dtype=np.int32)),
+        (WRITERS["files"], {"checkpoint": np.arange(5)}, {"checkpoint": np.arange(5)}),
+    ],
+)
+def test_reads_what_else_real_orbax_writes(tmp_path: Path, write: Any, tree: Any, expected: Any) -> None:
+    """Other handlers, scalars of numpy, and trees of one leaf."""
+    assert fingerprint(load(write(tmp_path / "c", tree))) == fingerprint(expected)
 
 
 @pytest.mark.parametrize("writer", ["v0", "zarr3"])

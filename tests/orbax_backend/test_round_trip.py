@@ -23,19 +23,13 @@ from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Container
-from tests.support.orbax_trees import BACKEND, branches, load, on_host, save
-from tests.support.peers import needs, version
+from tests.support.orbax_trees import BACKEND, branches, load, save
+from tests.support.peers import needs
 from tests.support.profiles import examples
 from tests.support.saves import new_folder
-from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
+from tests.support.trees import fingerprint, state_dicts
 
 Empty = namedtuple("Empty", "")
-SMALL_INTS = ("int1", "uint1", "int2", "uint2")  # not every byte is one
-EVERY_ML_DTYPE = [
-    np.dtype(getattr(ml_dtypes, name))
-    for name in dir(ml_dtypes)
-    if isinstance(getattr(ml_dtypes, name), type) and issubclass(getattr(ml_dtypes, name), np.generic)
-]
 SCALARS = [
     0, -1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, True, False, 1.5, -0.0, float("inf"), 1j, complex(-0.0, 2),
     "", "text", "nul\0", "\ud800", b"", b"\0bytes\0", None,
@@ -45,40 +39,11 @@ SCALARS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
-def test_every_common_leaf_round_trips(tmp_path: Path, common_tree: dict[str, Any], compression: str | None) -> None:
-    """With every codec, values, dtypes, shapes and Python types are those that were saved."""
-    assert fingerprint(load(save(tmp_path / "c", common_tree, compression))) == fingerprint(on_host(common_tree))
-
-
-def test_every_scalar_keeps_its_exact_type(tmp_path: Path) -> None:
-    """Python and numpy scalars, text and bytes come back as the same type with the same bits."""
-    assert fingerprint(load(save(tmp_path / "c", SCALARS))) == fingerprint(SCALARS)
-
-
 @pytest.mark.parametrize("leaf", [*SCALARS, np.arange(3), np.zeros((2, 0))], ids=repr)
-def test_a_bare_leaf_round_trips(tmp_path: Path, leaf: Any) -> None:
-    """A single leaf is a tree."""
-    assert fingerprint(load(save(tmp_path / "c", leaf))) == fingerprint(leaf)
-
-
-@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
-def test_every_dtype_round_trips(tmp_path: Path, compression: str | None) -> None:
-    """All of numpy's and ml_dtypes' dtypes in both byte orders, 0-d, empty, small and large."""
-    # Compressed arrays are written by TensorStore, and an older one does not know these.
-    unknown = (
-        {"float4_e2m1fn", "float8_e8m0fnu", "int2", "uint2", "float8_e3m4", "float8_e4m3"}
-        if compression and version("tensorstore") < (0, 1, 86)
-        else ()
-    )
-    foreign = [d.newbyteorder(">") for d in NUMPY_DTYPES if d.itemsize > 1 and d.kind != "S" and d.name != "float128"]
-    tree = {
-        f"{number}_{d}_{i}": np.ones(shape, d) if d.name in SMALL_INTS else fill(shape, d, i)
-        for number, d in enumerate([*NUMPY_DTYPES, *EVERY_ML_DTYPE, *foreign])
-        for i, shape in enumerate([(), (3,), (0, 4), (2, 3), (110, 300)])
-        if d.name not in unknown
-    }
-    assert fingerprint(load(save(tmp_path / "c", tree, compression))) == fingerprint(tree)
+def test_every_leaf_keeps_its_exact_type(tmp_path: Path, leaf: Any) -> None:
+    """And its bits, in a list, and alone: a single leaf is a tree."""
+    for number, tree in enumerate((leaf, [leaf])):
+        assert fingerprint(load(save(tmp_path / str(number), tree))) == fingerprint(tree)
 
 
 def test_every_layout_in_memory_is_stored_in_c_order(tmp_path: Path) -> None:
@@ -211,17 +176,13 @@ def test_stored_structure(tmp_path: Path) -> None:
 
 
 def test_other_structures_are_as_before(tmp_path: Path) -> None:
-    """Flax's is of dicts; a target has its own types; a conversion keeps those recorded."""
+    """Flax's is of dicts; a target has its own types."""
     path, _ = rich(tmp_path / "saved", TREE)
     assert checkpoints.restore_checkpoint(path, None)["pair"]["first"] == {
         "inner": {"0": 1, "1": {"0": 2, "1": {"0": 3}}}
     }
     found = flax_ckpt_compat.restore(path, TREE)
     assert jax.tree.structure(found) == jax.tree.structure(TREE)
-    flax_ckpt_compat.convert(path, tmp_path / "copy", "orbax")
-    again = flax_ckpt_compat.restore(tmp_path / "copy")
-    assert again["tuple"][1] == 3 and isinstance(again["tuple"], tuple)
-    assert again["pair"]._fields == ("second", "first")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +223,10 @@ def lose(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def cut(folder: Path) -> None:
-    """Cuts the largest file of a folder."""
-    os.truncate(max(folder.iterdir(), key=lambda file: file.stat().st_size), 100)
+def cut(folder: Path, pick: Callable[..., Path] = max) -> None:
+    """Cuts the largest file of a folder, or the smallest, which is the index."""
+    file = pick(folder.iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
 
 
 VALUES = np.random.default_rng(0).random((8, 1000)).astype(np.float32)
@@ -237,6 +240,7 @@ MISSING, INCOMPLETE = "the share of process 1 is missing", "what the processes s
         (lose, "ocdbt.process_1/ended", MISSING),
         (lose, "ocdbt.process_1/manifest.ocdbt", INCOMPLETE),
         (lose, "ocdbt.process_1/d", INCOMPLETE),
+        (functools.partial(cut, pick=min), "ocdbt.process_1/d", f"{INCOMPLETE}.*ocdbt.process_1"),
         (cut, "ocdbt.process_1/d", f"{INCOMPLETE}the file ocdbt.process_1/d/.* is missing or too short"),
     ],
 )
