@@ -48,24 +48,6 @@ def test_values_of_real_files(case, tmp_path):
         assert value.flags.writeable
 
 
-@pytest.mark.parametrize("case", [_LEAF, _TREE], ids=["leaf", "tree"])
-def test_missing_folder(case, tmp_path):
-    """A checkpoint that came without its folder of arrays is an error that names the folder."""
-    path = _copy(case, tmp_path)
-    shutil.rmtree(f"{path}_gda")
-    with pytest.raises(CorruptCheckpointError, match=f"{path}_gda.*copy the folder {path}_gda"):
-        BACKEND.open(location_of(path))
-
-
-def test_missing_array(tmp_path):
-    """An absent array is named by its key path."""
-    path = _copy(_TREE, tmp_path)
-    shutil.rmtree(f"{path}_gda/params/xy")
-    with pytest.raises(CorruptCheckpointError, match="params/xy") as caught:
-        BACKEND.open(location_of(path))
-    assert caught.value.leaf == "params/xy"
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -88,14 +70,18 @@ def test_damaged_chunk(damage, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{}", b"[" * 5000, b'{"shape": [-1], "dtype": "<f4"}', b'{"shape": [], "dtype": 3}']
+    "text",
+    [
+        *(b"", b"[]", b"{}", b"[" * 5000, b'{"shape": [-1], "dtype": "<f4"}', b'{"shape": [], "dtype": 3}'),
+        b'{"shape": [1099511627776], "chunks": [1099511627776], "dtype": "<f4", "compressor": {"id": "zstd"}}',
+    ],
 )
 def test_damaged_metadata(text, tmp_path):
     """Metadata that does not decode is an error that names the file."""
     path = _copy(_LEAF, tmp_path)
     Path(f"{path}_gda/.zarray").write_bytes(text)
-    with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
-        BACKEND.open(location_of(path))
+    with pytest.raises(CorruptCheckpointError, match=r"\.zarray|4398046511104 bytes, are needed"):
+        BACKEND.open(location_of(path)).tree.read()
 
 
 @pytest.mark.parametrize("subpath", ["../x", "a/../../x", "/etc", "a\0b", ".."])

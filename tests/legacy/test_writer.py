@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 
@@ -58,20 +57,6 @@ def test_examples_equal_flax(save, name):
     assert save(_EXAMPLES[name]).read_bytes() == flax.serialization.to_bytes(_EXAMPLES[name])
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (250,), (2, 0, 4)])
-@pytest.mark.parametrize("dtype", ["f4", "c16", "u1", "U40"])
-@pytest.mark.parametrize("limit", [1, 10, 64, 100])
-def test_chunks_equal_flax(save, load, monkeypatch, shape, dtype, limit):
-    """Arrays over the limit are split like Flax's, nested or bare, and come back whole."""
-    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
-    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
-    array = np.asarray(fill(shape, np.dtype(dtype), 1), order="F")
-    for tree in (array, {"a": {"b": array}, "c": 1}):
-        path = save(tree)
-        assert path.read_bytes() == flax.serialization.to_bytes(tree)
-        assert fingerprint(load(path)) == fingerprint(tree)
-
-
 @pytest.mark.parametrize("dtype", [">i4", ">f8", ">c8", ">M8[s]", ">U2"])
 def test_foreign_byte_order(save, load, dtype):
     """Big-endian arrays come back right, from us and from real Flax, which itself would mangle them."""
@@ -104,38 +89,6 @@ def test_deep_tree(scratch):
     assert (len(names), leaf.read()) == (format.MAX_DEPTH - 1, 7)
 
 
-def test_short_writes(save, load, monkeypatch):
-    """A system that takes less than it is given still gets everything."""
-    write = os.write  # takes part of the first piece, as writev may
-    monkeypatch.setattr(os, "writev", lambda fd, pieces: write(fd, pieces[0][:1009]))
-    tree = {"a": np.arange(50000), "b": "x" * 3000, "c": np.arange(9000)}
-    assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
-
-
-def test_batches(save, monkeypatch):
-    """Arrays that cross the ends of batches, and more pieces than one call takes, come out whole."""
-    monkeypatch.setattr(encode, "_BATCH", 4096)
-    monkeypatch.setattr(encode, "_COPY_BELOW", 16)
-    monkeypatch.setattr(encode, "_MAX_PIECES", 7)
-    tree = {str(n): np.arange(n * 37 % 3000, dtype=np.uint16) for n in range(300)} | {"text": "y" * 9000}
-    assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
-
-
-def test_full_disk(scratch, monkeypatch):
-    """A full disk is a StorageError that names the file and keeps the system's error."""
-
-    def refuse(fd, pieces):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "writev", refuse)
-    path = str(scratch())
-    with pytest.raises(StorageError, match="No space left") as caught:
-        BACKEND.write(path, Branch({"a": np.zeros(3)}), WriteOptions())
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.path == path
-    assert isinstance(caught.value.__cause__, OSError)
-
-
 def test_never_overwrites(save):
     """Writing onto an existing file is refused and leaves it as it was."""
     path = save({"a": 1})
@@ -145,20 +98,63 @@ def test_never_overwrites(save):
     assert path.read_bytes() == before
 
 
-# Arrays out of C order and arrays in shards, which are written in blocks.
-
-SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
-
-
-@pytest.fixture
-def tiny(monkeypatch):
-    """Limits so small that arrays of a few bytes take every way that large ones take."""
-    monkeypatch.setattr(encode, "_BLOCK", 24)
-    monkeypatch.setattr(encode, "_MIN_SHARDED", 1)
-    monkeypatch.setattr(encode, "_COPY_BELOW", 1)
+# Limits so small that arrays of a few bytes take every way that large ones take.
+_TINY = {"_BLOCK": 24, "_MIN_SHARDED": 1, "_COPY_BELOW": 1}
+_WAYS = {
+    **{f"chunks of {limit}": {"MAX_CHUNK_SIZE": limit} for limit in (1, 10, 64, 100)},
+    "tiny blocks": _TINY,
+    "tiny blocks, chunks of 50": {**_TINY, "MAX_CHUNK_SIZE": 50},
+    "batches": {"_BATCH": 4096, "_COPY_BELOW": 16, "_MAX_PIECES": 7},
+    "short writes": {"writev": 1009},
+}
 
 
-@given(SHAPES, st.sampled_from(NUMPY_DTYPES + ML_DTYPES), st.permutations(range(4)), st.integers(1, 3))
+def _sharded(cuts):
+    """A copy of an array in so many shards, as a background save makes it."""
+    array = np.arange(8 * 12, dtype=np.int16).reshape(8, 12)
+    rows, columns = (range(0, length, length // count) for length, count in zip(array.shape, cuts, strict=True))
+    boxes = [
+        (slice(row, row + rows.step), slice(column, column + columns.step))
+        for row, column in itertools.product(rows, columns)
+    ]
+    return HostCopy(array.shape, array.dtype, tuple(Shard(box, array[box].copy()) for box in boxes), None)
+
+
+def _arrays():
+    """Arrays of every kind of shape, in and out of C order, in shards, and longer than a batch."""
+    shapes = [(), (7,), (3, 5), (250,), (2, 0, 4), (5, 6, 7), (1, 1, 90), (1, 40, 2)]
+    for dtype, shape in itertools.product(map(np.dtype, ("f4", "c16", "u1", "U40", jnp.bfloat16)), shapes):
+        array = fill(shape, dtype, 1)
+        yield from (array, array.T, *([array[::-1], array[..., ::2]] if shape else []))
+    yield from ("x" * 9000, *(np.arange(size, dtype=np.uint16) for size in (3000, 9000, 50000)))
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_arrays_equal_flax(save, load, monkeypatch, way):
+    """Whatever their layout and the limits, over which they are split as Flax does it; they come back whole."""
+    for name, value in _WAYS[way].items():
+        if name == "writev":  # a system that takes a part of the first piece
+            write = os.write
+            monkeypatch.setattr(os, name, lambda fd, pieces: write(fd, pieces[0][:value]))  # noqa: B023
+        for module in (encode, format, flax.serialization):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    trees = [{str(number): leaf for number, leaf in enumerate(_arrays())}, np.arange(250.0), np.array(1j)]
+    for tree in trees:
+        path = save(tree)
+        assert path.read_bytes() == flax.serialization.to_bytes(tree)
+        assert fingerprint(load(path)) == fingerprint(tree)
+    copies = {str(cuts): _sharded(cuts) for cuts in [(1, 1), (2, 3), (1, 6), (4, 1), (4, 6)]}
+    array = np.arange(8 * 12, dtype=np.int16).reshape(8, 12)
+    assert save(copies).read_bytes() == flax.serialization.to_bytes(dict.fromkeys(copies, array))
+
+
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple),
+    st.sampled_from(NUMPY_DTYPES + ML_DTYPES),
+    st.permutations(range(4)),
+    st.integers(1, 3),
+)
 def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
     """Joined, they are what numpy makes of the array, whatever its strides; each is small, or one element."""
     array = fill(shape, dtype, 1).transpose([axis for axis in order if axis < len(shape)])[::step]
@@ -167,35 +163,6 @@ def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
         pieces = list(encode.pieces(array))
     assert b"".join(piece.tobytes() for piece in pieces) == array.tobytes()
     assert array.flags.c_contiguous or all(piece.nbytes <= 24 or piece.size == 1 for piece in pieces)
-
-
-@pytest.mark.parametrize("limit", [2**30, 50])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
-@pytest.mark.parametrize("shape", [(5, 6, 7), (1, 1, 90), (90,), (1, 40, 2)])
-def test_bytes_of_strided_arrays_equal_flax(save, monkeypatch, tiny, shape, dtype, limit):
-    """Transposed and strided arrays, in one piece or over Flax's limit."""
-    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
-    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
-    array = np.arange(np.prod(shape)).reshape(shape).astype(jax.numpy.dtype(dtype))
-    tree = {"t": array.T, "s": array[..., ::2], "r": array[::-1], "c": array}
-    assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
-
-
-@pytest.mark.parametrize("limit", [2**30, 50])
-@pytest.mark.parametrize("cuts", [(1, 1), (2, 3), (1, 6), (4, 1), (4, 6)])
-def test_shards_of_a_background_save(save, monkeypatch, tiny, cuts, limit):
-    """A copy, also one that lies in shards, is stored as the array that it was made of."""
-    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
-    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
-    array = np.arange(8 * 12, dtype=np.int16).reshape(8, 12)
-    rows, columns = 8 // cuts[0], 12 // cuts[1]
-    boxes = [
-        (slice(row, row + rows), slice(column, column + columns))
-        for row, column in itertools.product(range(0, 8, rows), range(0, 12, columns))
-    ]
-    shards = tuple(Shard(box, array[box].copy()) for box in boxes)
-    copy = HostCopy(array.shape, array.dtype, shards, None)
-    assert save({"a": copy}).read_bytes() == flax.serialization.to_bytes({"a": array})
 
 
 # What a file cannot hold.
