@@ -22,13 +22,12 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 from orbax.checkpoint import utils as orbax_utils
 
+import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import pipeline as save_pipeline
-from flax_ckpt_compat._save.request import of_step
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
 from tests.support.saves import use_flag
 
@@ -127,20 +126,29 @@ def test_long_names_have_temporaries_too(name: str, tmp_path: Path) -> None:
         temporaries.temporary_path(str(tmp_path / name), "old")
 
 
-@pytest.mark.parametrize("before", ["nothing", "file", "directory", "link"])
-def test_publish_replaces_whatever_is_there(before: str, kind: str, exchanges: bool, final: str) -> None:
-    """Nothing else is left, and what a link leads to stays."""
-    folder = Path(final).parent
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "empty file", "empty directory", "file", "directory", "link"])
+def test_publish_replaces_whatever_is_there(before: str, new: bool, kind: str, exchanges: bool, final: str) -> None:
+    """Nothing else is left, and what a link leads to stays; with ``new`` only what is void gives way."""
+    folder, empty = Path(final).parent, before.removeprefix("empty ")
     if before == "link":
-        make(folder / "target", "target", kind)
+        make(folder / "target", "old", kind)
         os.symlink(folder / "target", final)
+    elif empty != before:
+        Path(final).touch() if empty == "file" else os.mkdir(final)
     elif before != "nothing":
         make(final, "old", before)
     temporary = temporaries.temporary_path(final)
     make(temporary, "new", kind)
-    atomic.publish(temporary, final)
+    if new and before in ("file", "directory", "link"):
+        with pytest.raises(StorageError, match="another process has saved"):
+            atomic.publish(temporary, final, new=True)
+        assert (read(final), read(temporary)) == ("old", "new")
+        return
+    atomic.publish(temporary, final, new=new)
     assert read(final) == "new"
     assert left(folder) == ["c_1", *(["target"] if before == "link" else [])]
+    assert before != "link" or read(folder / "target") == "old"
     assert not temporaries._held
 
 
@@ -472,11 +480,7 @@ def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Forma
 
     def save(number: int) -> str:
         tree = {"n": number, "v": np.full(3, number)}
-        # As save_checkpoint, whose flag two threads cannot set to different values.
-        request = of_step(
-            str(tmp_path), 1, "checkpoint_", keep=1, keep_every_n_steps=None, overwrite=False, format=pair[number]
-        )
-        return save_pipeline.save(request, tree)
+        return flax_ckpt_compat.save(tmp_path, tree, step=1, format=pair[number].value)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(save, number) for number in (0, 1)]
@@ -484,7 +488,7 @@ def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Forma
     assert sum(error is None for error in failed) == 1, failed
     refused = next(error for error in failed if error is not None)
     assert isinstance(refused, errors.InvalidCheckpointError)
-    assert "already exists; pass overwrite=True" in str(refused)
+    assert "exists; pass overwrite=True" in str(refused)
     assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == failed.index(None)
     assert os.listdir(tmp_path) == ["checkpoint_1"]
 
@@ -508,28 +512,6 @@ def test_a_folder_of_something_else_that_appears_during_a_save_stays(
         checkpoints.save_checkpoint(tmp_path, {"n": 1}, 1, overwrite=True)
     assert sorted(os.listdir(model)) == ["config.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["checkpoint_1"]
-
-
-@pytest.mark.parametrize("before", ["nothing", "empty file", "empty directory", "file", "directory", "link"])
-def test_only_what_is_void_is_replaced_by_what_is_new(before: str, kind: str, final: str) -> None:
-    """A file of no size and an empty directory give way; all else, and links, is refused and stays."""
-    target, empty = Path(final).parent / "target", before.removeprefix("empty ")
-    if before == "link":
-        make(target, "old", kind)
-        os.symlink(target, final)
-    elif empty != before:
-        Path(final).touch() if empty == "file" else os.mkdir(final)
-    elif before != "nothing":
-        make(final, "old", before)
-    temporary = temporaries.temporary_path(final)
-    make(temporary, "new", kind)
-    if before in ("file", "directory", "link"):
-        with pytest.raises(StorageError, match="another process has saved"):
-            atomic.publish(temporary, final, new=True)
-        assert (read(final), read(temporary)) == ("old", "new")
-    else:
-        atomic.publish(temporary, final, new=True)
-        assert read(final) == "new" and left(Path(final).parent) == ["c_1"]
 
 
 def test_a_file_system_without_hard_links(final: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The reader of byte ranges beside plain reads of the same file, a mapping of it, and a store; checksums of blocks."""
+"""The reader of byte ranges beside plain reads of the same file, a mapping of it, and a store."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import config, restore, save
-from flax_ckpt_compat._core import byte_reads, checksums
+from flax_ckpt_compat._core import byte_reads
 from flax_ckpt_compat._core.byte_reads import Read, Run, Source, neighbours, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.local_file import LocalFile
@@ -26,6 +25,7 @@ from flax_ckpt_compat._core.tree import show_path
 from tests.support.peers import version
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
+from tests.support.store_places import Place
 from tests.support.trees import fill, fingerprint
 
 _SIZES = {"_DIRECT_FROM": [1, 9, 4096], "_THREADS_FROM_BYTES": [0, 2**22], "_THREADS_FROM_AVERAGE": [0, 2**14]}
@@ -160,37 +160,39 @@ def test_a_file_that_ends_early_names_a_leaf_that_is_cut(sourced: Any, data: st.
     assert caught is None or caught.value.leaf in lost
 
 
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ([(0, 3), (5, 0)], ""),  # an empty leaf behind the end is whole
+        ([(2, 5), (5, 0)], "0"),
+        ([(5, 2), (5, 0)], "0"),
+        ([(0, 4), (4, 4)], "1"),  # a leaf is whole that ends where the file does
+        ([(0, 4)], ""),
+    ],
+)
 @pytest.mark.parametrize("has_memory", [True, False])
-def test_an_empty_leaf_behind_the_end_is_whole(has_memory: bool, tmp_path: Path) -> None:
-    """No byte of it is lost, alone or beside others; it was named where another one is cut off."""
-    (tmp_path / "file").write_bytes(b"abc")
-    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
-        target = memoryview(bytearray()) if has_memory else None
-        empty = Read(source, 5, 0, ("empty",), target, 0)
-        delivered = dict[int, bytes]()
-        read_runs(neighbours([Read(source, 0, 3, ("whole",), None, 1), empty]), into(delivered), refused)
-        assert delivered == ({1: b"abc"} if has_memory else {0: b"", 1: b"abc"})
-        for cut in (Read(source, 2, 5, ("cut",)), Read(source, 5, 2, ("cut",))):
-            with pytest.raises(CorruptCheckpointError) as caught:
-                read_runs(neighbours([cut, empty]), bool, refused)
-            assert caught.value.leaf == "cut"
-
-
-def test_a_file_that_ends_where_a_leaf_does(tmp_path: Path) -> None:
-    """That leaf is whole: the next one is named, and none where only the rest of the run is lost."""
+def test_the_leaf_is_named_that_a_file_cuts(
+    places: list[tuple[int, int]], named: str, has_memory: bool, tmp_path: Path
+) -> None:
+    """No other, and none where only the rest of a run is lost."""
     (tmp_path / "file").write_bytes(b"abcd")
     with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
-        first, second = (Read(source, at, 4, (name,)) for at, name in ((0, "first"), (4, "second")))
-        for reads, expected in (([first, second], second), ([first], None)):
-            ended = list[Read | None]()
-
-            def note(read: Read | None, ended: list[Read | None] = ended) -> Exception:
-                ended.append(read)
-                return EOFError()
-
+        targets = [memoryview(bytearray(length)) if has_memory else None for _, length in places]
+        reads = [
+            Read(source, at, length, (str(number),), target, number)
+            for number, ((at, length), target) in enumerate(zip(places, targets, strict=True))
+        ]
+        delivered = dict[int, bytes]()
+        with pytest.raises(CorruptCheckpointError) if named else contextlib.nullcontext() as caught:
+            read_runs(neighbours(reads), into(delivered), refused)
+        assert caught is None or caught.value.leaf == named
+        found = {number: bytes(target or b"") for number, target in enumerate(targets)} if has_memory else delivered
+        assert named or found == {number: b"abcd"[at:][:length] for number, (at, length) in enumerate(places)}
+        ended = list[Read | None]()
+        if all(length for _, length in places):
             with pytest.raises(EOFError):
-                read_runs([Run(source, 0, 8, reads)], bool, note)
-            assert ended == [expected]
+                read_runs([Run(source, 0, 8, reads)], bool, lambda read: ended.append(read) or EOFError())
+            assert [read and show_path(read.owner) for read in ended] == [named or None]
 
 
 @given(data=st.data())
@@ -222,32 +224,6 @@ TREE = {
 ARRAYS = {"a": TREE["a"], "b/0": TREE["b"]["0"], "b/1": TREE["b"]["1"], "c": TREE["c"], "d": TREE["d"]}
 
 
-class Stored:
-    """The files of a checkpoint, on a disk or in a bucket, and where in them each leaf is."""
-
-    def __init__(self, where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-        self.bucket: Bucket | None = request.getfixturevalue("bucket") if where == "s3" else None
-        self.folder = tmp_path
-        self.url = f"{tmp_path if self.bucket is None else self.bucket.url}/run/c"
-
-    def files(self) -> dict[str, bytes]:
-        """Every file with its content."""
-        if self.bucket is not None:
-            return {key: self.bucket.get(key) for key in self.bucket.keys("run/")}
-        found = (file for file in self.folder.rglob("*") if file.is_file())
-        return {str(file): file.read_bytes() for file in found}
-
-    def put(self, name: str, content: bytes) -> None:
-        """Write a file in place, as a disk does that changes bits: the file system notices nothing."""
-        if self.bucket is not None:
-            self.bucket.put(name, content)
-            return
-        status = os.stat(name)
-        with open(name, "r+b") as file:
-            file.write(content)
-        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "where", "compression"),
@@ -265,60 +241,24 @@ def test_the_leaf_of_a_damaged_byte_is_named(
     request: pytest.FixtureRequest, tmp_path: Path, format: Any, where: str, compression: Any, data: st.DataObject
 ) -> None:
     """One flipped bit anywhere in the bytes of any leaf; of the bytes without it, all are what was saved."""
-    stored = Stored(where, request, tmp_path)
-    if not stored.files():
+    bucket: Bucket | None = request.getfixturevalue("bucket") if where == "s3" else None
+    folder = tmp_path / "run" if bucket is None else None
+    place = Place(str(folder or f"{bucket.url}/run"), folder, bucket)  # type: ignore[union-attr]
+    if not place.contents():
         with config.override(compression=compression):
-            save(stored.url, TREE, format=format)
-        if format == "msgpack" and b"checksums" not in b"".join(map(os.fsencode, os.listxattr(stored.url))):
+            save(place / "c", TREE, format=format)
+        if format == "msgpack" and b"checksums" not in b"".join(map(os.fsencode, os.listxattr(place / "c"))):
             pytest.skip("this file system keeps no attributes")
-    files = stored.files()
     leaf = data.draw(st.sampled_from(sorted(ARRAYS)), "leaf")
     needle = ARRAYS[leaf].tobytes()[:64]
-    name, content = next((name, content) for name, content in files.items() if needle in content)
+    name, content = next((name, content) for name, content in place.contents().items() if needle in content)
     at = content.index(needle) + data.draw(st.integers(0, ARRAYS[leaf].nbytes - 1), "byte")
-    flipped = bytes([content[at] ^ 1 << data.draw(st.integers(0, 7), "bit")])
-    stored.put(name, content[:at] + flipped + content[at + 1 :])
+    bit = data.draw(st.integers(0, 7), "bit")
+    place.flip(name, at, bit)
     try:
         with pytest.raises(ChecksumError, match=f"'{leaf}'") as caught:
-            restore(stored.url, None)
+            restore(place / "c", None)
         assert caught.value.leaf == leaf or (format == "msgpack" and caught.value.leaf is None)  # a block of several
     finally:
-        stored.put(name, content)
-    found = restore(stored.url, None)
-    assert fingerprint(found) == fingerprint(TREE)
-
-
-MIB = 1 << 20
-DATA = np.random.default_rng(0).integers(0, 256, 2 * MIB + 3, np.uint8).tobytes()
-
-
-def expected(crc: Any) -> bytes:
-    """One checksum for each MiB, little-endian, as a written format needs it."""
-    return b"".join(crc(DATA[at : at + MIB]).to_bytes(4, "little") for at in (0, MIB, 2 * MIB))
-
-
-@pytest.mark.parametrize(("name", "crc", "value"), [("crc32", zlib.crc32, 0xCBF43926), ("crc32c", crc32c, 0xE3069283)])
-@pytest.mark.parametrize("step", [1 << 16, MIB, 3 * MIB // 2, 3 * MIB])
-def test_blocks_do_not_depend_on_the_pieces(name: str, crc: Any, value: int, step: int) -> None:
-    """Pieces of any length give the checksums of the whole; each algorithm has the check value of its catalogue."""
-    assert checksums.CRCS[name](b"123456789") == value
-    sums = checksums.BlockSums()
-    assert sums.encoded() == b""
-    for at in range(0, len(DATA), step):
-        sums.update(np.frombuffer(DATA[at : at + step], np.uint8) if at else memoryview(DATA)[:step])
-    assert sums.encoded() == expected(crc32c) and checksums.of_blocks(DATA, crc) == expected(crc)
-
-
-@pytest.mark.parametrize("block", [0, 1, 2])
-def test_error_names_the_block(block: int) -> None:
-    """A flipped bit raises, with block, checksums, leaf and what to do; so do missing and extra blocks."""
-    damaged, sums = bytearray(DATA), expected(crc32c)
-    damaged[block * MIB + 2] ^= 0x10
-    with pytest.raises(ChecksumError, match=rf"/p: the chunk 'a/0' .* block {block} .*off") as caught:
-        checksums.check("/p", "the chunk 'a/0'", sums, checksums.of_blocks(damaged), "a")
-    assert caught.value.leaf == "a"
-    assert f"{int.from_bytes(sums[4 * block :][:4], 'little'):08x}" in str(caught.value)
-    for found in (sums[: 4 * block], sums + bytes(4)):
-        with pytest.raises(ChecksumError, match="block"):
-            checksums.check("/p", "the file", sums, found)
-    checksums.check("/p", "the file", sums, sums)
+        place.flip(name, at, bit)
+    assert fingerprint(restore(place / "c", None)) == fingerprint(TREE)

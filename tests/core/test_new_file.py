@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.local import new_file
 from tests.benchmarks import disk
 
@@ -27,20 +26,6 @@ def random_bytes() -> memoryview:
     pages = mmap.mmap(-1, 8 * MIB)
     pages[:] = np.random.default_rng(0).bytes(8 * MIB)
     return memoryview(pages)
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Addresses and lengths of what the system is given."""
-    found: list[tuple[int, int]] = []
-    real = os.writev
-
-    def noted(descriptor: int, pieces: list[memoryview]) -> int:
-        found.extend((memory.address_of(piece), len(piece)) for piece in pieces)
-        return real(descriptor, pieces)
-
-    monkeypatch.setattr(os, "writev", noted)
-    return found
 
 
 @pytest.mark.slow
@@ -64,23 +49,15 @@ def test_pieces_come_one_after_the_other(
     assert file.descriptor == -1
 
 
-def test_large_pieces_in_step_with_the_file_are_not_copied(
-    disk_path: Path, random_bytes: memoryview, given: list[tuple[int, int]]
-) -> None:
-    """Memory that begins as far into a page as its place in the file goes to the disk from where it is."""
-    file = new_file.create(str(disk_path / "file"), past_cache=True)
-    header, body = random_bytes[:100], random_bytes[PAGE + 100 : PAGE + 100 + 2 * MIB]
-    file.write([header, body])
-    file.close()
-    first = memory.address_of(random_bytes) + 2 * PAGE
-    assert (first, 2 * MIB - PAGE) in given
-    assert (disk_path / "file").read_bytes() == bytes(header) + bytes(body)
-
-
-def test_large_pieces_out_of_step_go_past_the_cache_too(disk_path: Path, random_bytes: memoryview) -> None:
-    """Copied to pages that are in step. Of a file that is no multiple of a page long, the last page alone is cached."""
+def test_large_pieces_go_past_the_cache(disk_path: Path, random_bytes: memoryview) -> None:
+    """In step with the file or not. Of a file that is no multiple of a page long, the last page alone is cached."""
     path = disk_path / "file"
-    pieces = [random_bytes[:10], random_bytes[50 : 2 * MIB], random_bytes[3 * MIB + 2 * MIB - 40 : 7 * MIB]]
+    pieces = [
+        random_bytes[:10],
+        random_bytes[10 : 2 * MIB],
+        random_bytes[50 : 2 * MIB],
+        random_bytes[3 * MIB + 2 * MIB - 40 : 7 * MIB],
+    ]
     file = new_file.create(str(path), past_cache=True)
     file.write(list(pieces))
     file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -124,15 +125,15 @@ def test_a_read_that_fails_in_a_thread(flag: bool, tmp_path: Path, monkeypatch: 
     def failing(*arguments: Any) -> int:
         if threading.get_ident() != caller:
             failed.set()
-            raise OSError(5, "Input/output error")
+            raise OSError(errno.EIO, "Input/output error")
         failed.wait(20)
         return preadv(*arguments)
 
     with flax_ckpt_compat.open_checkpoint(tmp_path) as opened:
         monkeypatch.setattr(os, "preadv", failing)
-        with pytest.raises(errors.StorageError, match="Input/output error"):
+        with pytest.raises(errors.StorageError, match="Input/output error") as caught:
             opened.read()
-    assert failed.is_set()
+    assert failed.is_set() and caught.value.errno == errno.EIO
 
 
 def test_a_pool_ends_with_its_block() -> None:

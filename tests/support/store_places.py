@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import disks
 from tests.support.az import AzBucket
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
@@ -52,6 +53,23 @@ class Place:
             return (self.folder / name).read_bytes()
         assert self.bucket is not None
         return self.bucket.get(f"run/{name}")
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file or object below it, with its content."""
+        if self.folder is not None:
+            files = [file for file in self.folder.rglob("*") if file.is_file()]
+            return {str(file.relative_to(self.folder)): file.read_bytes() for file in files}
+        assert self.bucket is not None
+        return {key.removeprefix("run/"): self.bucket.get(key) for key in self.bucket.keys("run/")}
+
+    def flip(self, name: str, at: int, bit: int) -> None:
+        """Changes one bit of a file or object, of which a file system notices nothing."""
+        if self.folder is not None:
+            disks.flip(self.folder / name, at, bit)
+        else:
+            content = bytearray(self.get(name))
+            content[at] ^= 1 << bit
+            self.put(name, bytes(content))
 
     def put(self, name: str, content: bytes) -> None:
         """Writes a file or object."""
