@@ -8,8 +8,9 @@ import os
 import shutil
 import stat
 import tracemalloc
+import types
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.both_formats.test_corpus import assert_equal
 from tests.support import corpus
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
+from tests.support.saves import save_items
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
@@ -115,9 +117,14 @@ def test_manager_steps_restore_with_defaults(tmp_path: Path) -> None:
         restored = manager.restore(20)  # without a target, in the stored containers
         assert_same(restored["opt_state"][1][0]["mu"], expected.opt_state[1][0].mu)
         assert manager.save(21, args=ocp.args.StandardSave(state(21)))  # training goes on
-    with ocp.CheckpointManager(tmp_path / "dst") as manager:
-        assert manager.all_steps() == [1, 20, 21]
-        assert_same(manager.restore(20, args=ocp.args.PyTreeRestore(expected)), expected)
+    for arguments in (
+        *(ocp.args.StandardRestore(target) for target in (None, with_shardings(expected))),
+        *(ocp.args.PyTreeRestore(target) for target in (None, expected)),
+    ):
+        with ocp.CheckpointManager(tmp_path / "dst") as manager:
+            assert manager.all_steps() == [1, 20, 21]
+            restored = manager.restore(20, args=arguments)
+            assert_same(restored["params"] if isinstance(restored, dict) else restored.params, expected.params)
 
 
 def test_v1_steps_restore_with_defaults(tmp_path: Path) -> None:
@@ -130,6 +137,9 @@ def test_v1_steps_restore_with_defaults(tmp_path: Path) -> None:
         assert_same(checkpointer.load(1)["params"], state(1).params)
         assert_same(checkpointer.load(abstract_state=with_shardings(expected)), expected)
         assert checkpointer.save(21, state(21))
+    step = tmp_path / "dst" / "20"
+    assert_same(v1.load_checkpointables(step)["state"]["params"], expected.params)
+    assert v1.metadata(step).metadata["params"]["Dense_0"]["kernel"].shape == (3, 4)
 
 
 def test_safetensors_hold_arrays_by_dotted_names(tmp_path: Path) -> None:
@@ -147,37 +157,23 @@ def test_safetensors_hold_arrays_by_dotted_names(tmp_path: Path) -> None:
 
 
 @needs("safetensors", 0, 8, 0, why="knows fewer dtypes")
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        ("float8_e4m3fn", "F8_E4M3"),
-        ("float8_e5m2", "F8_E5M2"),
-        ("float8_e8m0fnu", "F8_E8M0"),
-        ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
-        ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
-        ("complex64", "C64"),
-    ],
-)
-def test_safetensors_hold_every_dtype_that_they_have(tmp_path: Path, dtype: str, name: str) -> None:
-    """Real safetensors accepts the file, and knows the dtype, the shape and the bytes."""
-    array = np.arange(1, 7).reshape(2, 3).astype(dtype)
-    flax_ckpt_compat.save(tmp_path / "src", {"a": array}, format="msgpack")
-    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
-    (found,) = safetensors.deserialize((tmp_path / "dst").read_bytes())
-    assert found == ("a", {"dtype": name, "shape": [2, 3], "data": bytearray(array.tobytes())})
-
-
-def test_safetensors_hold_numpy_scalars_as_arrays_and_note_the_rest(tmp_path: Path) -> None:
-    """Other programs read a loss scale; what they do not see is named."""
-    tree = {"scale": np.float32(2.5), "count": np.int8(3), "lr": 0.5, "step": 7, "name": "run", "none": None}
-    tree["empty"] = np.ones((0, 3), np.int16)
-    flax_ckpt_compat.save(tmp_path / "src", tree, format="orbax")
+def test_safetensors_hold_arrays_and_numpy_scalars_and_note_the_rest(tmp_path: Path) -> None:
+    """Real safetensors knows each dtype, shape and the bytes; what other programs do not see is named."""
+    dtypes = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64"}
+    dtypes |= {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float32": "F32", "int8": "I8"}
+    arrays = {dtype: np.arange(1, 7).reshape(2, 3).astype(dtype) for dtype in dtypes} | {"int16": np.ones((0, 3), "i2")}
+    scalars = {"scale": np.float32(2.5), "count": np.int8(3)}
+    rest = {"lr": 0.5, "step": 7, "name": "run", "none": None}
+    flax_ckpt_compat.save(tmp_path / "src", arrays | scalars | rest, format="orbax")
     (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
-    found = safetensors.numpy.load_file(tmp_path / "dst")
-    expected = {"scale": np.array(2.5, np.float32), "count": np.array(3, np.int8), "empty": tree["empty"]}
-    assert_same(found, expected)
+    found = dict(safetensors.deserialize((tmp_path / "dst").read_bytes()))
+    names = {**dtypes, "int16": "I16", "scale": "F32", "count": "I8"}
+    assert found == {
+        name: {"dtype": names[name], "shape": list(np.shape(array)), "data": bytearray(array.tobytes())}
+        for name, array in (arrays | scalars).items()
+    }
     (note,) = done.notes
-    assert all(name in note for name in ("lr", "step", "name", "none")) and "scale" not in note
+    assert all(name in note for name in rest) and "scale" not in note
     assert "kept as JSON in the file's header" in note
 
 
@@ -322,9 +318,7 @@ def test_small_arrays_are_read_together_and_few_are_kept(tmp_path: Path, monkeyp
     """None is read alone, however many there are, and of all trees together a few MiB are in memory."""
     sizes = {"a": 140, "b": 120, "c": 120, "d": 120}  # numbers of 250 KiB
     trees = {name: {f"{n:03}": np.full(250 << 10, n, np.uint8) for n in range(size)} for name, size in sizes.items()}
-    with ocp.CheckpointManager(tmp_path / "src") as manager:
-        items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
-        manager.save(1, args=ocp.args.Composite(**items))
+    save_items(tmp_path / "src", 1, **trees)
     monkeypatch.delattr("flax_ckpt_compat._core.backend.LeafHandle.read")
     tracemalloc.start()
     try:
@@ -398,16 +392,29 @@ def test_refused_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoint_1", "empty", "link", "src"]
 
 
-def test_steps_choose(tmp_path: Path) -> None:
-    """Steps are compared as numbers."""
-    for step in range(5):
-        flax_ckpt_compat.save(tmp_path / "src", {"a": step}, step=step, format="msgpack")
-    done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=[1.0, "3"])
-    assert [Path(result.source).name for result in done] == ["checkpoint_1", "checkpoint_3"]
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"no step 9 .*0, 1, 2, 3, 4"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=9)
-    with pytest.raises(errors.SettingError, match="empty list"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "three", "orbax", step=[])
+@pytest.mark.parametrize(
+    ("step", "chosen"),
+    [
+        ([1.0, "3"], ["checkpoint_1", "checkpoint_3"]),
+        (1.5, ["v1.5"]),  # step 1.5 of v, and 5 of v1
+        (5, ["v1.5"]),
+        (7, ["a_7.0"]),
+        ("7.0", ["a_7.0"]),
+        (9, r"no step 9 .*7.0, 1, 3, 5"),
+        ([], "empty list"),
+    ],
+    ids=str,
+)
+def test_steps_choose(tmp_path: Path, step: Any, chosen: Any) -> None:
+    """By their numbers, which are compared as numbers, or the end of a name."""
+    for name in ("checkpoint_1", "checkpoint_3", "a_7.0", "v1.5"):
+        flax_ckpt_compat.save(tmp_path / "src" / name, {"a": 1}, format="msgpack")
+    convert = functools.partial(flax_ckpt_compat.convert, tmp_path / "src", tmp_path / "dst", "orbax", step=step)
+    if isinstance(chosen, str):
+        with pytest.raises((errors.CheckpointNotFoundError, errors.SettingError), match=chosen):
+            convert()
+    else:
+        assert [Path(result.source).name for result in convert()] == chosen
 
 
 STEPS = {"checkpoint_1": 1, "ckpt-10": 10, "v1.11": 11, "2024-05-01_2": 2, "exp3e_3": 3, "a_7.0": 7, "12": 12}
@@ -435,16 +442,6 @@ def test_names_with_a_step_and_without(tmp_path: Path) -> None:
     flax_ckpt_compat.convert(one, tmp_path / "one", "manager", step=5)
     with ocp.CheckpointManager(tmp_path / "one") as manager:
         assert manager.all_steps() == [5]
-
-
-def test_a_step_is_chosen_by_its_number_or_the_end_of_a_name(tmp_path: Path) -> None:
-    """v1.5 is step 1.5 of v, too; steps are compared as numbers."""
-    flax_ckpt_compat.save(tmp_path / "src" / "v1.5", {"a": 1}, format="msgpack")
-    flax_ckpt_compat.save(tmp_path / "src" / "a_7.0", {"a": 1}, format="msgpack")
-    for number, step in enumerate((1.5, 5, 7, "7.0")):
-        assert len(flax_ckpt_compat.convert(tmp_path / "src", tmp_path / str(number), "orbax", step=step)) == 1
-    with pytest.raises(errors.CheckpointNotFoundError, match="no step 3"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=3)
 
 
 def _processes() -> ProcessPoolExecutor:
@@ -477,13 +474,20 @@ def test_progress(tmp_path: Path) -> None:
 
     def progress(result: flax_ckpt_compat.Conversion) -> None:
         seen.append((result.status, len(list((tmp_path / "dst").glob("checkpoint_*")))))
-        if len(seen) == 2:
+        if len(seen) >= 2:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", progress=progress)
     assert seen == [("failed", 0), ("converted", 1)]
     assert not (tmp_path / "dst" / "checkpoint_2").exists()
+    jobs = [Future[Any]() for _ in range(3)]
+    jobs[0].set_exception(OSError("the worker died"))
+    waiting = iter(jobs)
+    executor: Any = types.SimpleNamespace(submit=lambda *_: next(waiting))
+    with pytest.raises(InterruptedError):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", executor=executor, progress=progress)
+    assert [job.cancelled() for job in jobs] == [False, True, True]
 
 
 def flipped(file: Path) -> None:
@@ -494,30 +498,44 @@ def flipped(file: Path) -> None:
 def of_other_dtype(file: Path) -> None:
     """Writes the same bytes with another dtype."""
     tree = flax.serialization.msgpack_restore(file.read_bytes())
-    file.write_bytes(flax.serialization.to_bytes({"a": tree["a"].view(np.int32)}))
+    file.write_bytes(flax.serialization.to_bytes({**tree, "w": tree["w"].view(np.int32)}))
+
+
+def saved_again(folder: str, n: int = 2) -> Callable[[Any], Any]:
+    """Another process saves the step, of which a number is read at once, and the array again."""
+    tree = {"n": n, "v": np.zeros(10), "w": np.zeros(100_000, np.float32)}
+    return lambda _: flax_ckpt_compat.save(folder, tree, step=1, format="orbax", overwrite=True)
 
 
 @pytest.mark.parametrize(
-    ("damage", "error"), [(flipped, "a has other values"), (of_other_dtype, "a is int32.*, expected float32")]
+    ("after", "act", "error"),
+    [
+        ("write", flipped, "w has other values"),
+        ("write", of_other_dtype, "w is int32.*, expected float32"),
+        ("write", saved_again("src"), "was replaced while it was read"),
+        ("compare", saved_again("dst"), "another process has saved a checkpoint of this name meanwhile"),
+    ],
 )
-def test_damage_is_found_before_the_result_gets_its_name(
-    damage: Callable[[Path], None], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_changes_meanwhile(
+    after: str, act: Callable[[Any], Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What changes between writing and publishing fails the conversion, and leaves nothing."""
+    """Of what was written, of the source, or of the destination: nothing gets the name, and what has it stays."""
     from flax_ckpt_compat._convert import write_output
 
-    for step, size in enumerate((3, 3 << 20)):
-        flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.float32)}, step=step, format="msgpack")
-    write = write_output.write
+    monkeypatch.chdir(tmp_path)
+    saved_again("src", 1)(None)
+    real = getattr(write_output, after)
 
-    def write_and_damage(temporary: str, *arguments: Any) -> None:
-        write(temporary, *arguments)
-        damage(Path(temporary))
+    def then_act(first: Any, *arguments: Any) -> None:
+        real(first, *arguments)
+        act(Path(str(first)))
 
-    monkeypatch.setattr(write_output, "write", write_and_damage)
-    with pytest.raises(errors.ConversionError, match=rf"(?s)2 of 2.*{error}.*{error}"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
-    assert list((tmp_path / "dst").iterdir()) == []
+    monkeypatch.setattr(write_output, after, then_act)
+    with pytest.raises(errors.ConversionError, match=rf"(?s)1 of 1.*{error}"):
+        flax_ckpt_compat.convert("src", "dst", "msgpack")
+    left = [path.name for path in Path("dst").iterdir()]
+    assert left == (["checkpoint_1"] if after == "compare" else [])
+    assert not left or flax_ckpt_compat.restore("dst")["n"] == 2
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
@@ -544,9 +562,7 @@ def test_metadata_and_items_travel(tmp_path: Path) -> None:
 
 def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
     """A program that restores its items by name does so from a converted manager; JSON is compared as arrays are."""
-    trees = {"state": ocp.args.PyTreeSave({"a": np.ones(2)}), "notes": ocp.args.JsonSave({"n": 1})}
-    with ocp.CheckpointManager(tmp_path / "src") as manager:
-        manager.save(5, args=ocp.args.Composite(**trees))
+    save_items(tmp_path / "src", 5, state={"a": np.ones(2)}, notes=ocp.args.JsonSave({"n": 1}))
     flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
     with ocp.CheckpointManager(tmp_path / "dst") as manager:
         wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(), notes=ocp.args.JsonRestore())
@@ -594,43 +610,6 @@ def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
 
 
-def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that another process saves again during its conversion fails, and nothing gets its name."""
-    from flax_ckpt_compat._convert import write_output
-
-    save = functools.partial(flax_ckpt_compat.save, tmp_path / "src", step=1, format="orbax", overwrite=True)
-    save({"n": 1, "w": np.zeros(10)})
-    compare = write_output.compare
-
-    def replace_then_compare(*arguments: Any) -> None:
-        save({"n": 2, "w": np.zeros(10)})  # the number is read at once, the array again
-        compare(*arguments)
-
-    monkeypatch.setattr(write_output, "compare", replace_then_compare)
-    with pytest.raises(errors.ConversionError, match="was replaced while it was read"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
-    assert list((tmp_path / "dst").iterdir()) == []
-
-
-@pytest.mark.parametrize("to", ["msgpack", "orbax"])
-def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training that saves the step itself during its conversion keeps its own, and the conversion says so."""
-    from flax_ckpt_compat._convert import write_output
-
-    flax_ckpt_compat.save(tmp_path / "src", {"n": 1}, step=1, format="orbax")
-    compare = write_output.compare
-
-    def save_after_comparing(*arguments: Any) -> None:
-        compare(*arguments)
-        flax_ckpt_compat.save(tmp_path / "dst", {"n": 2}, step=1, format=to)
-
-    monkeypatch.setattr(write_output, "compare", save_after_comparing)
-    with pytest.raises(errors.ConversionError, match="another process has saved a checkpoint of this name meanwhile"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
-    assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}
-    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
-
-
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 @pytest.mark.parametrize("to", ["orbax", "manager", "v1"])
 def test_each_folder_is_synced_with_all_that_is_in_it(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,9 +640,7 @@ def test_each_conversion_locks_what_it_writes(
     source: str, to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until it has its name: a save in another container tells by that that its writer is alive."""
-    with ocp.CheckpointManager(tmp_path / "src") as manager:
-        item = ocp.args.StandardSave({"a": np.ones(3)}) if source == "tree" else ocp.args.ArraySave(np.ones(3))
-        manager.save(3, args=item if source == "tree" else ocp.args.Composite(mean=item))
+    save_items(tmp_path / "src", item={"a": np.ones(3)} if source == "tree" else ocp.args.ArraySave(np.ones(3)))
     temporaries._forget_all()
     seen, publish = [], atomic.publish
 

@@ -29,6 +29,7 @@ from flax_ckpt_compat.cli import main
 from tests.support import path_kinds
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
+from tests.support.saves import save_items
 
 pytestmark = needs("orbax-checkpoint", 0, 11, 25, why="has other files in array items, which older tests cover")
 
@@ -253,6 +254,13 @@ def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, na
     """A configuration in the step's folder is no item, and is not lost; a file's result names it as left out."""
     source = saved(tmp_path / "run", names)
     (source / "config.yaml").write_text("lr: 0.1")
+    is_items = to != "msgpack" and len(names) > 1
+    for name in names if is_items else ():  # beside the files of an item; the JSON is found all the same
+        (source / name / "readme.txt").write_text(name)
+        assert flax_ckpt_compat.restore(source, item="notes") == NOTES
+        renamed = converted(source, tmp_path / name, to, item={"state": "model", "notes": "notes"})
+        assert (renamed / {"state": "model"}.get(name, name) / "readme.txt").read_text() == name
+        assert bits(restored(renamed, "notes", KINDS["notes"])) == bits(NOTES)
     item = "state" if to == "msgpack" and len(names) > 1 else None
     (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, item=item, **STEP.get(to, {}))
     noted = [note for note in (done.left_out if to == "msgpack" else done.notes) if "config.yaml" in note]
@@ -368,9 +376,8 @@ def test_a_result_that_lacks_what_a_file_has_no_place_for_ends_with_exit_code_1(
 
 def test_transforms_that_lose_the_metadata_of_a_tree_say_so(tmp_path: Path) -> None:
     """Trees that a target arranges anew have no metadata of their own, also as directories of Orbax."""
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1})
-        manager.save(5, args=ocp.args.Composite(ema=saving, state=KINDS["state"].saved))
+    saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1})
+    save_items(tmp_path / "run", 5, ema=saving, state=KINDS["state"].saved)
     (done,) = flax_ckpt_compat.convert(
         tmp_path / "run" / "5",
         tmp_path / "dst",
@@ -379,20 +386,6 @@ def test_transforms_that_lose_the_metadata_of_a_tree_say_so(tmp_path: Path) -> N
         transforms=[flax_ckpt_compat.rules.move("ema/params/w", "w")],
     )
     assert done.left_out == ("custom metadata of trees",)
-
-
-@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
-def test_files_beside_the_tree_of_an_item_are_copied(tmp_path: Path, to: Any) -> None:
-    """Into the item of its new name; those of a JSON item, whose file is still found, too."""
-    source = saved(tmp_path / "run", ("state", "notes"))
-    for item in ("state", "notes"):
-        (source / item / "readme.txt").write_text(item)
-    assert flax_ckpt_compat.restore(source, item="notes") == NOTES
-    renamed = {"state": "model", "notes": "notes"}
-    result = converted(source, tmp_path / "dst", to, item=renamed)
-    assert (result / "model" / "readme.txt").read_text() == "state"
-    assert (result / "notes" / "readme.txt").read_text() == "notes"
-    assert bits(restored(result, "notes", KINDS["notes"])) == bits(NOTES)
 
 
 def test_a_tree_with_files_of_a_users_own_handler_is_no_file(tmp_path: Path) -> None:
@@ -409,8 +402,7 @@ def test_a_tree_with_files_of_a_users_own_handler_is_no_file(tmp_path: Path) -> 
 def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
     """What PyTreeSave took as custom_metadata is in the tree's metadata; a result without it is found."""
     saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1, "names": ["a"]})
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(5, args=ocp.args.Composite(ema=saving, mean=KINDS["mean"].saved))
+    save_items(tmp_path / "run", 5, ema=saving, mean=KINDS["mean"].saved)
     result = converted(tmp_path / "run" / "5", tmp_path / "dst", to)
     found = ocp.PyTreeCheckpointHandler().metadata(result / "ema").custom_metadata
     assert {key: found[key] for key in ("lr", "names")} == {"lr": 0.1, "names": ["a"]}
@@ -495,9 +487,7 @@ class BothInFlax:
 def test_a_target_names_the_items_also_by_its_fields(tmp_path: Path, target: Any) -> None:
     """Each tree gets the containers of its part."""
     trees = {"params": {"w": np.ones(2)}, "opt": {"mu": {"0": np.zeros(2)}}}
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        manager.save(5, args=ocp.args.Composite(**items))
+    save_items(tmp_path / "run", 5, **trees)
     wanted = {"params": {"w": 0}, "opt": {"mu": [0]}}
     result = converted(tmp_path / "run" / "5", tmp_path / "dst", "manager", target=target(**wanted))
     assert bits(flax_ckpt_compat.restore(result)) == bits({**trees, "opt": {"mu": [np.zeros(2)]}})
@@ -630,6 +620,9 @@ def test_one_item_that_only_its_own_handler_reads(tmp_path: Path, name: str) -> 
     assert not (result / "state").exists()
     result = converted(source, tmp_path / "dst", "manager", item=[name, "state"])
     assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
+    for other in ("..", "a/b", "a\0b"):
+        with pytest.raises(errors.ConversionError, match="cannot be the name of an item"):
+            converted(source, tmp_path / "other", "manager", item={name: other})
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["database", "folders"])

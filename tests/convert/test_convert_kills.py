@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from tests.support.interpreters import ROOT, start_python
+from tests.support.interpreters import start_python
 from tests.support.trees import fingerprint
 
 
@@ -92,16 +89,11 @@ def test_killed_before_any_call_and_resumed(tmp_path: Path, to: str, kills: int,
     assert [path.name for path in (tmp_path / "dst").rglob(".*")] == []  # nothing is left of the killed
 
 
-def command(source: Path, destination: Path, *options: Any) -> subprocess.Popen[str]:
-    """The command, in a process group of its own."""
-    options = ("--to", "orbax", "--resume", "--json", *map(str, options))
-    return subprocess.Popen(
-        [sys.executable, "-m", "flax_ckpt_compat", "convert", source, destination, *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+COMMAND = """
+import sys
+from flax_ckpt_compat.cli import main
+main(["convert", *sys.argv[1:], "--to", "orbax", "--resume", "--json"])
+"""
 
 
 @pytest.mark.slow
@@ -109,7 +101,7 @@ def command(source: Path, destination: Path, *options: Any) -> subprocess.Popen[
 def test_interrupted_by_the_user(tmp_path: Path, workers: int) -> None:
     """Ctrl-C ends it at once, with exit code 130; no temporaries are left."""
     save_mixed(tmp_path / "src", 20 << 20, 8)
-    process = command(tmp_path / "src", tmp_path / "dst", "--workers", workers)
+    process = start_python(COMMAND, tmp_path / "src", tmp_path / "dst", "--workers", workers, fresh=True)
     while not (tmp_path / "dst").exists() or not any((tmp_path / "dst").rglob(".*")):
         assert process.poll() is None
         time.sleep(0.01)
