@@ -166,6 +166,8 @@ def test_containers_survive() -> None:
         for name in path:
             node = node.children[name]
         assert node.container is Container.LIST, rule
+    swapped = rules.rename({"a": "b", "b": "a"}).apply(stored({"a": [], "b": {"c": 1}}), None)
+    assert swapped.children["b"].container is Container.LIST
     for rule, expected in (
         (rules.rename({"x/0": "y/0", "y/0": "x/0"}), Container.TUPLE),
         (rules.rename({"x": "y", "y": "x"}), Container.LIST),
