@@ -69,43 +69,6 @@ def test_directories_of_real_orbax(tmp_path: Path) -> None:
     assert isinstance(restored["state"]["l"], list)
 
 
-@pytest.mark.parametrize(
-    ("target", "kind", "policy", "expected"),
-    [
-        (OTHER_SHAPE, errors.ShapeMismatchError, "shape_mismatch", STORED),
-        (ONE_MORE, errors.MissingLeavesError, "missing_leaves", ONE_MORE),
-    ],
-    ids=["shapes", "missing"],
-)
-def test_differences_are_errors(
-    target: Any, kind: Any, policy: str, expected: Any, tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They name the leaf; on request the stored shape, or the target's value, comes back, with or without a warning."""
-    save(tmp_path / "m", STORED, format=format)
-    with pytest.raises(kind) as caught:
-        restore(tmp_path / "m", target)
-    if kind is errors.ShapeMismatchError:
-        assert caught.value.leaf == "a" and "(3,)" in str(caught.value) and "(4,)" in str(caught.value)
-    else:
-        assert caught.value.missing == ("c",)
-    for value in ("ignore", "warn"):
-        caplog.clear()
-        restored = restore(tmp_path / "m", target, **{policy: value})
-        assert fingerprint(restored) == fingerprint(expected)
-        assert bool(caplog.records) == (value == "warn")
-
-
-def test_flaxs_own_functions_are_not_strict(tmp_path: Path, format: Any) -> None:
-    """restore_checkpoint goes on as it was, also after restore() was called, and after it failed."""
-    save(tmp_path, STORED, step=1, format=format)
-    with pytest.raises(errors.ShapeMismatchError):
-        restore(tmp_path, OTHER_SHAPE)
-    assert restore(tmp_path, STORED).keys() == STORED.keys()
-    assert checkpoints.restore_checkpoint(tmp_path, OTHER_SHAPE)["a"].shape == (3,)
-    assert checkpoints.restore_checkpoint(tmp_path / "nowhere", STORED) is STORED
-    assert config.current() == config.Settings()
-
-
 def test_what_was_set_beats_the_strict_defaults(tmp_path: Path, format: Any) -> None:
     """A block beats the process, the process beats the strict default, and an argument of the call beats them all."""
     save(tmp_path / "m", STORED, format=format)

@@ -19,7 +19,9 @@ from flax_ckpt_compat.cli._command_base import Command
 from tests.support import terminal
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 NAMES = cli.main.list_commands(click.Context(cli.main))
+PROGRAM = [sys.executable, "-m", "flax_ckpt_compat"]
 READING = ("clean", "diff", "ls", "plan", "scan", "show", "verify")
 
 
@@ -110,11 +112,8 @@ def test_a_reader_that_goes_away(line: str, tree_of_runs: Path) -> None:
     del tree_of_runs
     reader, pipe = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "flax_ckpt_compat", *line.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False, timeout=60
-    )
+    words = [*PROGRAM, *line.split()]
+    done = subprocess.run(words, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(pipe)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -129,20 +128,12 @@ def test_guide() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line",
-    [
-        *("verify runs", "show nope"),
-        *(
-            pytest.param(line, marks=pytest.mark.slow)
-            for line in ("plan runs/a", "ls runs/a", "show --stats runs/a", "doctor", "scan .")
-        ),
-    ],
+    "line", ["verify runs", "show nope", "plan runs/a", "ls runs/a", "show --stats runs/a", "doctor", "scan ."]
 )
 def test_no_color(line: str, tree_of_runs: Path) -> None:
     """With NO_COLOR a terminal gets no escape sequence at all, for bold text and of a progress bar neither."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    words = [sys.executable, "-m", "flax_ckpt_compat", *line.split()]
-    assert "\x1b" not in terminal.raw(words, str(tree_of_runs), environment)[1]
+    shown = terminal.raw([*PROGRAM, *line.split()], str(tree_of_runs), {**ENVIRONMENT, "NO_COLOR": "1"})
+    assert "\x1b" not in shown[1]
 
 
 @pytest.fixture
@@ -215,9 +206,8 @@ def test_an_empty_path_is_refused(arguments: tuple[str, ...], tree_of_runs: Path
 def test_output_that_does_not_fit_the_disk(tree_of_runs: Path) -> None:
     """It is one line without a traceback, and no failure of this program."""
     with open("/dev/full", "w", encoding="utf-8") as full:
-        words = [sys.executable, "-m", "flax_ckpt_compat", "ls", "runs/a"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(words, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        words = [*PROGRAM, "ls", "runs/a"]
+        done = subprocess.run(words, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "Error: the output could not be written: No space left on device; free space, or redirect it elsewhere"
@@ -261,8 +251,7 @@ def test_bars(tmp_path: Path, line: str, printed: str) -> None:
     for step in (1, 2):
         save(tmp_path / "runs", tree, step=step, format="msgpack")
     words = [sys.executable, "-c", AT_ONCE, *line.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("NO_COLOR", None)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "NO_COLOR"}
     code, written = terminal.raw(words, str(tmp_path), environment)
     assert code == 0
     assert "##" in written

@@ -108,21 +108,21 @@ def test_two_dashes_end_the_options(tmp_path: Path) -> None:
         assert_same(tmp_path, "--", name, "--", "-x")
 
 
-@pytest.mark.parametrize("arguments", [("-",), ("--",), ("--", "-"), ("-", "x")])
-def test_standard_input_is_no_program(arguments: tuple[str, ...]) -> None:
-    """Where python would read the program from its standard input, the message names what is needed instead."""
-    refused = CliRunner().invoke(main, ["run", *arguments])
-    assert refused.exit_code == 2 and "a script file or -m MODULE is needed" in refused.stderr
+PYTHONS = ("python", "python3.13t", "/nowhere/bin/python3", sys.executable)
+REFUSED = [
+    *((words, "a script file or -m MODULE is needed") for words in (["-"], ["--"], ["--", "-"], ["-", "x"])),
+    *(([name, "train.py"], f"leave out {name}: the script runs with {sys.executable}") for name in PYTHONS),
+    (["--", "python", "train.py"], f"leave out python: the script runs with {sys.executable}"),
+    (["--steps", "x.py"], "after its name"),
+]
 
 
-@pytest.mark.parametrize("name", ["python", "python3.13t", "/nowhere/bin/python3", sys.executable])
-@pytest.mark.parametrize("before", [(), ("--",)])
-def test_python_is_left_out(before: tuple[str, ...], name: str) -> None:
-    """Python in front of its script is refused, with what runs the script."""
-    result = CliRunner().invoke(main, ["run", *before, name, "train.py"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("Usage: ")
-    assert f"leave out {name}: the script runs with {sys.executable}" in result.stderr
+@pytest.mark.parametrize(("words", "told"), REFUSED)
+def test_what_is_no_program(words: list[str], told: str) -> None:
+    """Standard input, python before its script, and a program's options before it: the message says what to do."""
+    refused = CliRunner().invoke(main, ["run", *words])
+    assert (refused.exit_code, told in refused.stderr) == (2, True), refused.stderr
+    assert refused.stderr.startswith("Usage: ")
 
 
 def test_safe_path_is_kept(tmp_path: Path) -> None:
@@ -248,9 +248,3 @@ def test_a_program_works_although_orbax_does_not_import(tmp_path: Path) -> None:
     stdout, stderr, code = outcome([*RUN, "probe.py"], tmp_path)
     assert (stdout, code) == ("[0 1 2]\n[1 2 3]\n", 0), stderr
     assert "flax_ckpt_compat replaces it" in stderr
-
-
-def test_options_in_the_wrong_place() -> None:
-    """The program's options stand behind its name."""
-    refused = CliRunner().invoke(main, ["run", "--steps", "x.py"])
-    assert refused.exit_code == 2 and "after its name" in refused.stderr

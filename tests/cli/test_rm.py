@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 import flax_ckpt_compat
 from flax_ckpt_compat import config, save
 from flax_ckpt_compat.checkpoints import available_steps
-from flax_ckpt_compat.cli import main
+from flax_ckpt_compat.cli import _command_base, main
 from tests.support.peers import ocp
-from tests.support.saves import set_aside, use_flag
+from tests.support.saves import refuse, set_aside, use_flag
 
 TREE = {"w": np.ones(3)}
 
@@ -101,13 +101,26 @@ def test_an_older_version_does_not_come_back(is_replaced: bool, run: Path) -> No
     assert available_steps(run / "run") == [2, 3]
 
 
-def test_clean_by_force(run: Path) -> None:
+def test_clean_by_force(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays without their file may be a save's for a day; with --force they go, and no checkpoint does."""
     (run / "run/checkpoint_5_gda/w").mkdir(parents=True)
     before = {path.name for path in (run / "run").iterdir()}
-    for words, gone in (((), set()), (("--force",), {"checkpoint_5_gda"})):
-        assert CliRunner().invoke(main, ["clean", "run", "--yes", *words]).exit_code == 0
+    monkeypatch.setattr(_command_base, "is_terminal", lambda _: True)
+    for words, code, gone in (
+        (("--yes",), 0, set()),
+        (("--force", "--json"), 2, set()),  # which asks nothing
+        (("--yes", "--force"), 0, {"checkpoint_5_gda"}),
+    ):
+        assert CliRunner().invoke(main, ["clean", "run", *words]).exit_code == code
         assert before - {path.name for path in (run / "run").iterdir()} == gone
+
+
+def test_a_removal_that_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, counted, and no reason to keep the others."""
+    refuse(monkeypatch, "rename", "run/checkpoint_2")
+    done = rm("run/checkpoint_2", "run/checkpoint_1", "--yes")
+    assert (done.exit_code, "Removed 1 of 2" in done.output, "Error: " in done.stderr) == (1, True, True), done.output
+    assert available_steps(run / "run") == [2, 3]
 
 
 NOT_ACTIVE = "Flax's own: the shim is not active here; flax-ckpt run, PYTHONPATH or install() activates it"

@@ -21,11 +21,8 @@ pytestmark = [
     pytest.mark.usefixtures("quiet"),
     pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="bases are of what this Orbax wrote"),
 ]
-BASES = [
-    *("orbax", "orbax, small", "orbax, loose", "orbax, by us", "manager, items", "v1"),
-    pytest.param("orbax, jax arrays", marks=pytest.mark.slow),
-]
-ITEMS = ["manager, one item", "v1"]
+BASES = ["orbax", "orbax, small", "orbax, loose", "orbax, by us", "manager, items", "v1", "orbax, jax arrays"]
+ITEMS, RECORD = ["manager, one item", "v1"], "_CHECKPOINT_METADATA"
 
 
 def _subsets(folder: Path) -> list[tuple[str, ...]]:
@@ -60,27 +57,19 @@ def _copy(source: Path, names: tuple[str, ...], target: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES)
-def test_every_subset_of_entries(base: str, row_builder: Builder, tmp_path: Path) -> None:
-    """A step of real Orbax, or ours, that has only some of its files and folders."""
+@pytest.mark.parametrize(
+    ("base", "inside", "left_out"),
+    [*((base, False, "") for base in BASES), *((base, True, record) for base in ITEMS for record in ("", RECORD))],
+)
+def test_every_subset_of_entries(base: str, inside: bool, left_out: str, row_builder: Builder, tmp_path: Path) -> None:
+    """A step, or its item, with or without the record of the handler, that has only some of its files and folders."""
     source = row_builder.base(base) / "it"
-    for kept in _subsets(source):
-        _copy(source, kept, _older(tmp_path / "run", row_builder))
-        _assert_agreed(tmp_path / "run", kept)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", ITEMS)
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_every_subset_of_an_item(base: str, is_recorded: bool, row_builder: Builder, tmp_path: Path) -> None:
-    """An item that has only some of its entries, with the record of its handler and without."""
-    source = row_builder.base(base) / "it"
-    (item,) = (name for name in os.listdir(source) if (source / name).is_dir())
-    beside = tuple(set(os.listdir(source)) - {item} - (set() if is_recorded else {"_CHECKPOINT_METADATA"}))
+    item = next(name for name in os.listdir(source) if (source / name).is_dir()) if inside else ""
     for kept in _subsets(source / item):
         step = _older(tmp_path / "run", row_builder)
-        _copy(source, beside, step)
-        (step / item).mkdir()
+        if inside:
+            _copy(source, tuple(set(os.listdir(source)) - {item, left_out}), step)
+            (step / item).mkdir()
         _copy(source / item, kept, step / item)
         _assert_agreed(tmp_path / "run", kept)
 

@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import flax
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ import pytest
 from flax.training import train_state
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, config, errors, restore, rules
+from flax_ckpt_compat import checkpoints, config, errors, plan_restore, restore, rules
 from flax_ckpt_compat.errors import (
     CheckpointError,
     KindMismatchError,
@@ -25,6 +23,7 @@ from flax_ckpt_compat.errors import (
     ShapeMismatchError,
     UnsupportedLeafError,
 )
+from flax_ckpt_compat.transforms import Transform
 from tests.support.logs import warnings_logged
 from tests.support.peers import skip_without_typed_keys
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
@@ -43,46 +42,83 @@ def lines(log: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [r.getMessage() for r in log.records if r.name == "flax_ckpt_compat" and r.levelno == level]
 
 
-STORED = {"params": {"Dense_0": {"kernel": np.ones(2), "bias": np.zeros(2)}}, "step": 3}
-WANTED = {"params": {"Dense_0": {"kernel": np.zeros(2), "scale": np.full(2, 9.0)}, "Dense_1": {"bias": np.ones(2)}}}
+KEYS = jax.random.split(jax.random.key(0), 3)
+DENSE = {"kernel": np.ones(2), "bias": np.zeros(2)}
+MORE = {"Dense_0": {"kernel": np.ones(2), "scale": np.full(2, 9.0)}, "Dense_1": {"bias": np.ones(2)}}
+SHAPES = {"a": np.arange(3), "b": {"c": jnp.ones((2, 2))}, "same": np.ones(1), "k": KEYS, "one": KEYS[0]}
+# Policy → the error, what is stored, the target, what is restored on request, and what error and warning say.
+DIFFERENCES: dict[str, tuple[type[Exception], Any, Any, Any, list[str]]] = {
+    "missing_leaves": (
+        MissingLeavesError,
+        {"params": {"Dense_0": DENSE}, "step": 3},
+        {"params": jax.tree.map(np.copy, MORE) | {"Dense_0": {"kernel": np.zeros(2), "scale": np.full(2, 9.0)}}},
+        {"params": MORE},
+        ["params/Dense_0/scale", "params/Dense_1/bias"],
+    ),
+    "shape_mismatch": (
+        ShapeMismatchError,
+        SHAPES,
+        SHAPES | {"a": np.zeros(5, int), "b": {"c": jnp.zeros(1)}, "k": KEYS[:2]},
+        SHAPES,
+        ["a: stored (3,), target (5,)", "b/c: stored (2, 2), target (1,)", "k: stored"],
+    ),
+    "kind_mismatch": (
+        KindMismatchError,
+        {"i": 1, "z": jnp.ones(()), "t": "text"},
+        {"i": np.zeros(3), "z": 0, "t": np.zeros(2)},
+        {"i": 1, "z": jnp.ones(()), "t": "text"},
+        ["i: stored a number (int), target an array (3,) float64", "t: stored text"],
+    ),
+}
 
 
-def test_missing_leaves_are_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
-    """Every missing path is named with the nearest stored name, and the remedy with it."""
-    path = save(tmp_path, STORED, 1)
+@pytest.mark.parametrize("policy", DIFFERENCES)
+def test_policies(policy: str, save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """What differs is an error that names it and the remedy, a warning, or nothing, as the argument or setting says.
+
+    By default `restore` raises, and Flax's function does for missing leaves alone. Shapes are never padded or cut."""
+    kind, stored, target, expected, texts = DIFFERENCES[policy]
+    # Flax saves no typed keys, and real Orbax numbers as arrays.
+    path = (save if policy == "missing_leaves" else checkpoints.save_checkpoint)(tmp_path, stored, 1)
+
+    def as_set(**given: Any) -> Any:
+        with config.override(**given):
+            return checkpoints.restore_checkpoint(tmp_path, target)
+
+    def as_asked(**given: Any) -> Any:
+        return restore(tmp_path, target, **given)
+
+    for call in (as_asked, as_set):
+        defaults: list[dict[str, Any]] = [{}] if call is as_asked or policy == "missing_leaves" else []
+        for given in [*defaults, {policy: "error"}]:
+            with pytest.raises(kind) as caught:
+                call(**given)
+            assert all(text in str(caught.value) for text in [path, *texts])
+            assert "returned" not in str(caught.value) and f"{policy}='" in str(caught.value)
+        for given in [*([{}] if not defaults else []), {policy: "warn"}, {policy: "ignore"}]:
+            log.clear()
+            assert fingerprint(call(**given)) == fingerprint(expected)
+            warnings = [line for line in lines(log, logging.WARNING) if texts[0] in line]
+            assert len(warnings) == (given.get(policy) != "ignore")
+            assert all(text in warning and "same" not in warning for warning in warnings for text in texts)
+    plan = plan_restore(tmp_path, target)
+    assert plan.raises == kind.__name__ and plan_restore(tmp_path, target, **{policy: "ignore"}).raises is None
+    assert config.current() == config.Settings()
+
+
+def test_missing_leaves(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Every missing path is named with the nearest stored name, and the remedy with it; ``{}`` keeps the target's."""
+    _, stored, target, expected, _ = DIFFERENCES["missing_leaves"]
+    save(tmp_path, stored, 1)
     with pytest.raises(ValueError, match="lacks 2 of the leaves") as caught:
-        checkpoints.restore_checkpoint(tmp_path, WANTED)
+        checkpoints.restore_checkpoint(tmp_path, target)
     message = str(caught.value)
-    assert path in message
-    assert "params/Dense_0/scale" in message and "params/Dense_1/bias   (stored: params/Dense_0/bias)" in message
+    assert "params/Dense_1/bias   (stored: params/Dense_0/bias)" in message
     assert "orbax_transforms={}" in message and "missing_leaves='ignore'" in message
     assert isinstance(caught.value, MissingLeavesError)
     assert caught.value.missing == ("params/Dense_0/scale", "params/Dense_1/bias")
-
-
-def test_an_array_for_a_tree_is_an_error(flag: bool, tmp_path: Path) -> None:
-    """A checkpoint of one array restores into no tree of names, and no rule is proposed that would make one."""
-    checkpoints.save_checkpoint(tmp_path, np.arange(3), 1)
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.restore_checkpoint(tmp_path, {"a": {"b": 1}})
-    assert "a/b" in str(caught.value)
-    assert "transforms = [" not in str(caught.value)
-
-
-@pytest.mark.parametrize("how", ["orbax_transforms", "ignore", "warn"])
-def test_missing_leaves_are_kept_on_request(
-    how: str, save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    """orbax_transforms={} and the settings ignore and warn give the target's values; only warn logs a warning."""
-    save(tmp_path, STORED, 1)
-    if how == "orbax_transforms":
-        restored = checkpoints.restore_checkpoint(tmp_path, WANTED, orbax_transforms={})
-    else:
-        with config.override(missing_leaves=how):
-            restored = checkpoints.restore_checkpoint(tmp_path, WANTED)
-    expected = {"Dense_0": {"kernel": np.ones(2), "scale": np.full(2, 9.0)}, "Dense_1": {"bias": np.ones(2)}}
-    assert fingerprint(restored) == fingerprint({"params": expected})
-    assert any("params/Dense_0/scale" in line for line in lines(log, logging.WARNING)) == (how == "warn")
+    found = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
+    assert fingerprint(found) == fingerprint(expected)
 
 
 @pytest.mark.parametrize("target_tx", [optax.sgd(0.1, momentum=0.9), optax.chain(optax.clip(1.0), optax.adam(1e-3))])
@@ -127,60 +163,51 @@ def test_extra_leaves_are_dropped(
     if container is not dict:
         with pytest.raises(KindMismatchError, match=told):
             restore(tmp_path, target)
+        taken = {"y": Transform(original_key="x/z" if named else "x/2")}
+        assert restore(tmp_path, {**target, "y": 0}, transforms=taken)["y"] == 3
 
 
-def test_none_in_the_target_takes_what_is_stored(save: Save, flag: bool, tmp_path: Path) -> None:
-    """None over stored data gives the raw value; with orbax_transforms it stays None."""
-    save(tmp_path, {"a": {"b": [np.ones(2), 1]}, "n": None, "c": 5}, 1)
-    target = {"a": None, "n": None, "c": None}
-    expected = {"a": {"b": {"0": np.ones(2), "1": 1}}, "n": None, "c": 5}
-    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, target)) == fingerprint(expected)
-    assert checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={}) == target
+NONES = dict.fromkeys("anc")
+RAW = {"a": {"b": {"0": np.ones(2), "1": 1}}, "n": None, "c": 5}
+NAMEDTUPLE = {"name": "Pair", "fields": {"0": "left", "1": "right"}, "values": {"0": np.ones(2), "1": 5}}
+# What is stored, the target, what is restored, or the leaf that is missing; and the same with orbax_transforms={}.
+OVER: dict[str, tuple[Any, ...]] = {
+    "None takes what is stored": ({**RAW, "a": {"b": [np.ones(2), 1]}}, NONES, RAW, NONES),
+    "a stored None": ({"a": None, "b": 1}, {"a": 5, "b": 0}, {"a": None, "b": 1}, {"a": 5, "b": 1}),
+    "None over a subtree": ({"a": None}, {"a": {"x": np.ones(2)}}, "a/x", {"a": {"x": np.ones(2)}}),
+    "an array over a subtree": ({"a": np.ones(2)}, {"a": {"x": 1}}, "a/x", {"a": {"x": 1}}),
+    "a type's own rules": (
+        {"s": {"v": {"0": 1, "1": 2}}},
+        {"s": Serialized(None)},
+        {"s": Serialized({"0": 1, "1": 2})},
+    ),
+    # The type refuses what is stored; then leaf by leaf.
+    "a type of another structure": ({"s": {"v": {"0": 1, "1": 2}}}, {"s": Serialized([0])}, {"s": Serialized([1])}),
+    "a type that does not read it": ({"s": {"other": 1}}, {"s": Serialized(1)}, "s/v", {"s": Serialized(1)}),
+    "a namedtuple of Flax before 0.3.6": ({"p": NAMEDTUPLE}, {"p": Pair(np.zeros(2), 0)}, {"p": Pair(np.ones(2), 5)}),
+}
 
 
-def test_a_stored_none_over_a_leaf(save: Save, flag: bool, tmp_path: Path) -> None:
-    """A stored None is None; with orbax_transforms, as with Flax's transforms, the target's value is kept."""
-    save(tmp_path, {"a": None, "b": 1}, 1)
-    assert checkpoints.restore_checkpoint(tmp_path, {"a": 5, "b": 0}) == {"a": None, "b": 1}
-    assert checkpoints.restore_checkpoint(tmp_path, {"a": 5, "b": 0}, orbax_transforms={}) == {"a": 5, "b": 1}
+@pytest.mark.parametrize("name", OVER)
+def test_what_is_stored_over_something_else(name: str, save: Save, flag: bool, tmp_path: Path) -> None:
+    """The raw stored value, or what Flax's own functions make of it; leaves below a leaf are missing."""
+    stored, target, *both = OVER[name]
+    save(tmp_path, stored, 1)
+    for expected, transforms in zip(both, (None, {}), strict=False):
+        if isinstance(expected, str):
+            with pytest.raises(MissingLeavesError, match=expected):
+                checkpoints.restore_checkpoint(tmp_path, target)
+        else:
+            found = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=transforms)
+            assert fingerprint(found) == fingerprint(expected)
 
 
-@pytest.mark.parametrize("stored", [None, np.ones(2)], ids=["none", "array"])
-def test_a_stored_leaf_over_a_subtree_is_an_error(stored: Any, save: Save, flag: bool, tmp_path: Path) -> None:
-    """Where the target wants leaves below a stored None or array, they are missing, not the array in their place."""
-    save(tmp_path, {"a": stored, "b": 1}, 1)
-    with pytest.raises(MissingLeavesError, match="a/x"):
-        checkpoints.restore_checkpoint(tmp_path, {"a": {"x": np.ones(2)}, "b": 0})
-
-
-def test_shapes(save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """The stored shape comes back, with one warning listing paths; settings: error, ignore. Never padded or cut."""
-    save(tmp_path, {"a": np.arange(3), "b": {"c": jnp.ones((2, 2))}, "same": np.ones(1)}, 1)
-    target = {"a": np.zeros(5, int), "b": {"c": jnp.zeros(1)}, "same": np.zeros(1)}
-    restored = checkpoints.restore_checkpoint(tmp_path, target)
-    assert restored["a"].tolist() == [0, 1, 2] and restored["b"]["c"].shape == (2, 2)
-    (warning,) = lines(log, logging.WARNING)
-    assert "a: stored (3,), target (5,)" in warning and "b/c: stored (2, 2), target (1,)" in warning
-    assert "same" not in warning
-    log.clear()
-    with config.override(shape_mismatch="ignore"):
-        assert checkpoints.restore_checkpoint(tmp_path, target)["a"].shape == (3,)
-    assert lines(log, logging.WARNING) == []
-    with config.override(shape_mismatch="error"), pytest.raises(ShapeMismatchError, match="b/c") as caught:
-        checkpoints.restore_checkpoint(tmp_path, target)
-    assert "returned" not in str(caught.value) and "shape_mismatch='warn'" in str(caught.value)
-
-
-def test_scalars_and_arrays_do_not_mismatch(flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """Python scalars have no shape to differ, but an array differs in kind; keys are compared by the keys' shape."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    checkpoints.save_checkpoint(tmp_path, {"i": 1, "k": keys, "one": jax.random.key(1), "z": jnp.ones(())}, 1)
-    checkpoints.restore_checkpoint(tmp_path, {"i": np.zeros(3), "k": keys, "one": jax.random.key(0), "z": 0})
-    (warning,) = lines(log, logging.WARNING)
-    assert "i: stored a number (int), target an array (3,) float64" in warning
-    log.clear()
-    checkpoints.restore_checkpoint(tmp_path, {"i": 0, "k": keys[:2], "one": keys[0], "z": 0})
-    assert ["k: stored" in line for line in lines(log, logging.WARNING)] == [True]
+def test_an_array_for_a_tree_is_an_error(flag: bool, tmp_path: Path) -> None:
+    """A checkpoint of one array restores into no tree of names, and no rule is proposed that would make one."""
+    checkpoints.save_checkpoint(tmp_path, np.arange(3), 1)
+    with pytest.raises(CheckpointError, match="a/b") as caught:
+        checkpoints.restore_checkpoint(tmp_path, {"a": {"b": 1}})
+    assert "transforms = [" not in str(caught.value)
 
 
 def test_dtypes(save: Save, flag: bool, tmp_path: Path) -> None:
@@ -196,30 +223,6 @@ def test_dtypes(save: Save, flag: bool, tmp_path: Path) -> None:
     assert cast["a"].dtype == np.float16 and cast["j"].dtype == jnp.bfloat16
     assert cast["a"].tolist() == [1.5, 300.0] and cast["j"].tolist() == [0, 1, 2]
     assert cast["a"].flags.writeable
-
-
-def test_types_with_their_own_rules(flag: bool, tmp_path: Path) -> None:
-    """A class registered with flax.serialization sees the stored state also where its structure has changed."""
-    checkpoints.save_checkpoint(tmp_path, {"s": {"v": {"0": 1, "1": 2}}}, 1)
-    restored = checkpoints.restore_checkpoint(tmp_path, {"s": Serialized(None)})
-    assert restored["s"].value == {"0": 1, "1": 2}
-    restored = checkpoints.restore_checkpoint(tmp_path, {"s": Serialized([0])})  # which refuses it; then leaf by leaf
-    assert restored["s"].value == [1]
-
-
-def test_types_that_do_not_read_what_is_stored(flag: bool, tmp_path: Path) -> None:
-    """Leaves that they lack are missing, and do not stay as they are in the target."""
-    checkpoints.save_checkpoint(tmp_path, {"s": {"other": 1}}, 1)
-    with pytest.raises(MissingLeavesError, match="s/v"):
-        checkpoints.restore_checkpoint(tmp_path, {"s": Serialized(1)})
-
-
-def test_old_namedtuples(tmp_path: Path) -> None:
-    """Files of Flax before 0.3.6, which wrote a namedtuple as three maps, restore into namedtuples."""
-    old = {"name": "Pair", "fields": {"0": "left", "1": "right"}, "values": {"0": np.ones(2), "1": 5}}
-    (tmp_path / "f").write_bytes(flax.serialization.msgpack_serialize({"p": old}))
-    restored = checkpoints.restore_checkpoint(tmp_path / "f", {"p": Pair(np.zeros(2), 0)})
-    assert fingerprint(restored) == fingerprint({"p": Pair(np.ones(2), 5)})
 
 
 def test_abstract_targets_tell_what_they_may_lose(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,38 +271,38 @@ def test_a_part_is_no_error_unless_asked_for(path: Path, caplog: pytest.LogCaptu
     for policy in (None, "auto", "warn", "ignore"):
         caplog.clear()
         with caplog.at_level(logging.INFO, LOGGER):
-            found = flax_ckpt_compat.restore(path, PART, unused_leaves=policy)
+            found = restore(path, PART, unused_leaves=policy)
         assert found["step"] == 3 and np.array_equal(found["params"]["w"], TREE["params"]["w"])
         (line,) = [record for record in caplog.records if "not in the target, dropped" in record.message]
         assert "params/b" in line.message and "opt/mu" in line.message
         assert line.levelno == (logging.WARNING if policy == "warn" else logging.INFO)
-        assert flax_ckpt_compat.plan_restore(path, PART, unused_leaves=policy).raises is None
+        assert plan_restore(path, PART, unused_leaves=policy).raises is None
     with pytest.raises(errors.UnusedLeavesError, match="2 leaves that the target lacks") as caught:
-        flax_ckpt_compat.restore(path, PART, unused_leaves="error")
+        restore(path, PART, unused_leaves="error")
     message = str(caught.value)
     assert "params/b" in message and "opt/mu" in message and "unused_leaves='ignore'" in message
-    assert flax_ckpt_compat.plan_restore(path, PART, unused_leaves="error").raises == "UnusedLeavesError"
+    assert plan_restore(path, PART, unused_leaves="error").raises == "UnusedLeavesError"
     dropped = [rules.drop("params/b", "opt")]  # as the message says
     assert "rules.drop(" in message
-    assert flax_ckpt_compat.restore(path, PART, unused_leaves="error", transforms=dropped)["step"] == 3
+    assert restore(path, PART, unused_leaves="error", transforms=dropped)["step"] == 3
 
 
 def test_the_setting_is_of_both_functions(path: Path) -> None:
     """Flax's function raises, too, if it is told to; a whole target, and none, are no error."""
     with config.override(unused_leaves="error"):
-        for restore in (flax_ckpt_compat.restore, checkpoints.restore_checkpoint):
+        for function in (restore, checkpoints.restore_checkpoint):
             with pytest.raises(errors.UnusedLeavesError):
-                restore(path, PART)
-            assert restore(path, TREE)["step"] == 3
-            assert restore(path, None)["step"] == 3
+                function(path, PART)
+            assert function(path, TREE)["step"] == 3
+            assert function(path, None)["step"] == 3
     with pytest.raises(errors.SettingError, match="unused_leaves takes 'auto', 'error', 'warn', 'ignore'"):
-        flax_ckpt_compat.restore(path, PART, unused_leaves="keep")  # type: ignore[arg-type]
+        restore(path, PART, unused_leaves="keep")  # type: ignore[arg-type]
 
 
 def test_what_holds_no_value_is_not_unused(tmp_path: Path) -> None:
     """None and empty containers are nothing to lose."""
     flax_ckpt_compat.save(tmp_path / "saved", {"a": np.ones(2), "none": None, "empty": {}}, format="msgpack")
-    flax_ckpt_compat.restore(tmp_path / "saved", {"a": np.zeros(2)}, unused_leaves="error")
+    restore(tmp_path / "saved", {"a": np.zeros(2)}, unused_leaves="error")
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
@@ -311,38 +314,35 @@ def test_a_count_of_a_schedule_is_named_when_it_is_dropped(
     saved = optax.sgd(optax.linear_schedule(1.0, 0.1, 10)).init(params)
     target = optax.sgd(0.1).init(params)
     flax_ckpt_compat.save(tmp_path / "saved", {"params": params, "opt": saved}, format=format)
-    for function in (flax_ckpt_compat.restore, checkpoints.restore_checkpoint):
+    for function in (restore, checkpoints.restore_checkpoint):
         caplog.clear()
         with caplog.at_level(logging.WARNING, LOGGER):
             function(tmp_path / "saved", {"params": params, "opt": target})
         assert "the step of a schedule, which is dropped: opt/1/count" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, LOGGER):
-        flax_ckpt_compat.restore(tmp_path / "saved", {"params": params})  # without an optimizer, there is no schedule
-        flax_ckpt_compat.restore(tmp_path / "saved", {"params": params, "opt": target}, unused_leaves="ignore")
+        restore(tmp_path / "saved", {"params": params})  # without an optimizer, there is no schedule
+        restore(tmp_path / "saved", {"params": params, "opt": target}, unused_leaves="ignore")
     assert not caplog.records
 
 
-@pytest.mark.parametrize("restore", [flax_ckpt_compat.restore, checkpoints.restore_checkpoint])
-def test_an_ellipsis_leaves_what_is_there_unread(path: Path, restore: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a leaf, a subtree, and what is not stored; as real Orbax takes it, it comes back as it is."""
+def test_an_ellipsis_leaves_what_is_there_unread(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a leaf, a subtree, and what is not stored; it comes back as it is. The plan reads nothing for it.
+
+    Real Orbax takes it so, too. Rules give it nothing."""
     assert getattr(ocp, "PLACEHOLDER", ...) is ...
     target = {"params": {"w": np.zeros((2, 3), np.float32), "b": ...}, "opt": ..., "step": 0, "new": ...}
-    with caplog.at_level(logging.INFO, LOGGER), config.override(unused_leaves="error"):
-        found = restore(path, target)
-    assert found["params"]["b"] is ... and found["opt"] is ... and found["new"] is ...
-    assert (found["step"], found["params"]["w"].sum()) == (3, 6)
-    assert "dropped" not in caplog.text
-    assert restore(path, ...) is ...
-
-
-def test_an_ellipsis_in_a_plan_and_with_rules(path: Path) -> None:
-    """The plan reads nothing for it; rules give it nothing."""
-    target = {"params": {"w": np.zeros((2, 3), np.float32), "b": ...}, "opt": ..., "step": 0}
-    plan = flax_ckpt_compat.plan_restore(path, target)
+    for restores in (restore, checkpoints.restore_checkpoint):
+        with caplog.at_level(logging.INFO, LOGGER), config.override(unused_leaves="error"):
+            found = restores(path, target)
+        assert found["params"]["b"] is ... and found["opt"] is ... and found["new"] is ...
+        assert (found["step"], found["params"]["w"].sum()) == (3, 6)
+        assert "dropped" not in caplog.text
+        assert restores(path, ...) is ...
+    plan = plan_restore(path, target)
     assert plan.raises is None and plan.unused == ()
     assert {leaf.path for leaf in plan.leaves if leaf.origin in ("stored", "checkpoint")} <= {"params/w", "step"}
-    found = flax_ckpt_compat.restore(path, target, transforms=[rules.cast("params", "float16")])
+    found = restore(path, target, transforms=[rules.cast("params", "float16")])
     assert found["params"]["b"] is ... and found["params"]["w"].dtype == np.float16
 
 
@@ -354,7 +354,7 @@ def test_an_ellipsis_is_what_real_orbax_gives(tmp_path: Path) -> None:
         checkpointer.save(tmp_path / "saved", tree)
         target = {"a": ..., "b": {"c": np.zeros(2)}}
         theirs = checkpointer.restore(tmp_path / "saved", args=ocp.args.PyTreeRestore(target))
-    ours = flax_ckpt_compat.restore(tmp_path / "saved", target)
+    ours = restore(tmp_path / "saved", target)
     assert theirs["a"] is ... and ours["a"] is ...
     np.testing.assert_array_equal(ours["b"]["c"], theirs["b"]["c"])
 
@@ -378,32 +378,18 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _assert_rest(restored: Any) -> None:
-    assert restored["array"].tolist() == [0, 1, 2]
+def test_a_key_of_somebodys_own(saved: Path) -> None:
+    """The rest restores, and the key as data, which is warned of, unless nobody asks for it.
 
-
-@pytest.mark.parametrize("target", [None, {"array": np.zeros(3, int), "key": np.zeros(2, np.uint32)}], ids=str)
-def test_the_rest_restores_and_the_key_as_data(saved: Path, target: Any) -> None:
-    """Without a target, or into raw data, nothing is lost; it is warned of."""
-    with warnings_logged() as logged:
-        restored = checkpoints.restore_checkpoint(saved, target)
-    _assert_rest(restored)
-    assert type(restored["key"]) is np.ndarray and restored["key"].dtype == np.uint32
-    assert restored["key"].tolist() == DATA.tolist()
-    assert sum("'key' is a PRNG key of the implementation 'theirown2x32'" in text for text in logged) == 1
-
-
-def test_a_typed_target_is_an_error(saved: Path) -> None:
-    """Nothing makes such a key here; the error names leaf, implementation and remedy, in both ways to restore."""
-    target = {"array": np.zeros(3, int), "key": jax.random.key(0)}
-    for function in (checkpoints.restore_checkpoint, flax_ckpt_compat.restore):
+    Nothing makes such a typed key here; the error names leaf, implementation and remedy, in both ways to restore."""
+    rest = {"array": np.zeros(3, int)}
+    for target, warnings in ((None, 1), ({**rest, "key": np.zeros(2, np.uint32)}, 1), (rest, 0)):
+        with warnings_logged() as logged:
+            restored = checkpoints.restore_checkpoint(saved, target)
+        assert fingerprint(restored) == fingerprint({"array": np.arange(3), **({"key": DATA} if warnings else {})})
+        told = ["'key' is a PRNG key of the implementation 'theirown2x32'" in text for text in logged]
+        assert told == [True] * warnings
+    for function in (checkpoints.restore_checkpoint, restore):
         with pytest.raises(UnsupportedLeafError, match=r"'key'.*'theirown2x32'.*uint32 array") as caught:
-            function(saved, target)
+            function(saved, {**rest, "key": jax.random.key(0)})
         assert caught.value.leaf == "key"
-
-
-def test_a_target_without_it_never_asks(saved: Path) -> None:
-    """A key that nobody wants is nobody's problem."""
-    with warnings_logged() as logged:
-        _assert_rest(checkpoints.restore_checkpoint(saved, {"array": np.zeros(3, int)}))
-    assert not any("theirown" in text for text in logged)

@@ -14,7 +14,6 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.cli import main
 from tests.support.s3 import Bucket
-from tests.support.store_places import AnyBucket
 
 
 def contents(bucket: Bucket) -> dict[str, bytes]:
@@ -55,17 +54,3 @@ def test_list_of_a_store(flag: bool, bucket: Bucket) -> None:
     absent = CliRunner().invoke(main, ["ls", f"{bucket.url}/rum"])
     assert absent.exit_code == 2
     assert "does not exist" in absent.stderr
-
-
-def test_show(flag: bool, any_bucket: AnyBucket) -> None:
-    """The tree of a store's checkpoint, with statistics of what is read from there."""
-    url = f"{any_bucket.url}/run"
-    checkpoints.save_checkpoint(url, {"w": np.arange(101, dtype=np.float32), "step": 7}, 1)
-    result = CliRunner().invoke(main, ["show", url, "--stats", "--json"])
-    assert (result.exit_code, result.stderr) == (0, "")
-    found = json.loads(result.stdout)
-    assert (found["path"], found["nbytes"]) == (f"{url}/checkpoint_1", 412)
-    stats = {leaf["path"]: leaf["stats"] for leaf in found["leaves"]}
-    assert stats["w"] == {"finite": 101, "nan": 0, "inf": 0, "min": 0, "max": 100, "total": 5050, "mean": 50}
-    assert stats["step"]["mean"] == 7
-    assert CliRunner().invoke(main, ["show", f"{any_bucket.url}/rum"]).exit_code == 2

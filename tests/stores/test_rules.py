@@ -40,11 +40,6 @@ def expect(found: Any, step: int) -> None:
     assert fingerprint(found) == fingerprint(state(step))
 
 
-def save(place: Place, step: Any, **options: Any) -> str:
-    """Saves the state of this step."""
-    return ours.save_checkpoint(place.root, state(int(step)), step, **options)
-
-
 @pytest.mark.slow
 def test_paths_in_every_form(flag: bool, place: Place) -> None:
     """Trailing slashes, prefixes with slashes and PathLike objects mean the same place."""
