@@ -68,7 +68,6 @@ def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     gs_server.log.clear()
     yield gs.new_bucket(gs_server)
     gs_server.rule = lambda method, path: ""
-    gs_server.page, gs_server.token, gs_server.may_list = 1000, gs.TOKEN, True
 
 
 @pytest.fixture(scope="session")

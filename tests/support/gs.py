@@ -69,18 +69,9 @@ def _error(status: int, message: str) -> Answer:
 
 
 class GsProxy(Proxy):
-    """Enforces what the server does not: conditions, pages of lists, and tokens.
-
-    Attributes:
-        page: names in one page of a list.
-        token: the only one that is let in.
-        may_list: whether the token's owner may list; who may not is also not told that an object is missing.
-    """
+    """Enforces what the server does not: conditions, pages of lists, and the token."""
 
     def __init__(self, port: int) -> None:
-        self.page = 1000
-        self.token = TOKEN
-        self.may_list = True
         self._one_writes = threading.Lock()
         super().__init__(functools.partial(forward, port))
 
@@ -89,36 +80,21 @@ class GsProxy(Proxy):
         return ("application/json", _error(int(fault), f"Refused {fault}.")[2]) if fault.isdigit() else None
 
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-        """The answer of a server with conditions, pages and tokens."""
+        """The answer of a server with conditions, pages and a token."""
         parts = urllib.parse.urlsplit(path)
         query = dict(urllib.parse.parse_qsl(parts.query))
-        refused = self._not_let_in(parts.path, {name.lower(): value for name, value in headers.items()})
-        if refused is not None:
-            return refused
-        if method == "GET" and parts.path.endswith("/o"):
-            return self._list(parts.path, query) if self.may_list else _error(403, "storage.objects.list denied")
-        if "ifGenerationMatch" in query:
-            with self._one_writes:
-                name = query.get("name") or urllib.parse.unquote(parts.path.rpartition("/o/")[2])
-                if self._generation(parts.path, name) != query["ifGenerationMatch"]:
-                    return _error(412, "Precondition Failed")
-                return self.store(method, path, headers, body)
-        if method == "GET":
-            answer = self.store(method, path, headers, body)
-            return _error(403, "storage.objects.list denied") if answer[0] == 404 and not self.may_list else answer
-        with self._one_writes:
-            return self.store(method, path, headers, body)
-
-    def _not_let_in(self, path: str, headers: dict[str, str]) -> Answer | None:
-        sent = headers.get("authorization")
-        if sent == f"Bearer {self.token}":
-            return None
-        if sent is not None:
+        if {name.lower(): value for name, value in headers.items()}.get("authorization") != f"Bearer {TOKEN}":
             return _error(401, "Invalid Credentials")
-        bucket = self.store("GET", f"/storage/v1/b/{_bucket_of(path)}", {}, b"")
-        return (
-            _error(404, "The specified bucket does not exist.") if bucket[0] == 404 else _error(401, "Anonymous caller")
-        )
+        if method == "GET" and parts.path.endswith("/o"):
+            return self._list(parts.path, query)
+        wanted = query.get("ifGenerationMatch")
+        if method == "GET" and wanted is None:
+            return self.store(method, path, headers, body)
+        with self._one_writes:
+            name = query.get("name") or urllib.parse.unquote(parts.path.rpartition("/o/")[2])
+            if wanted is not None and self._generation(parts.path, name) != wanted:
+                return _error(412, "Precondition Failed")
+            return self.store(method, path, headers, body)
 
     def _generation(self, path: str, name: str) -> str:
         at = f"/storage/v1/b/{_bucket_of(path)}/o/{urllib.parse.quote(name, safe='')}"
@@ -131,7 +107,7 @@ class GsProxy(Proxy):
         if status != 200:
             return status, headers, content
         items = sorted(json.loads(content).get("items", ()), key=lambda item: item["name"].encode())
-        start, number = int(query.get("pageToken", "0")), min(self.page, int(query.get("maxResults", self.page)))
+        start, number = int(query.get("pageToken", "0")), int(query.get("maxResults", 1000))
         found: dict[str, Any] = {"kind": "storage#objects"}
         if items[start : start + number]:
             found["items"] = items[start : start + number]

@@ -22,14 +22,13 @@ from xml.etree import ElementTree
 PAGE = 200  # keys in one answer; 1,000 on S3 itself
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
-    "429": b"<Error><Code>TooManyRequests</Code><Message>Please reduce your request rate.</Message></Error>",
     "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
 }
 _SLOW = 0.3  # s
 SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-# One of FAULTS; or "429", too many requests; "403", denied for good; "stall", no answer.
+# One of FAULTS; or "403", denied for good; "stall", no answer.
 Fault = str
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
@@ -76,13 +75,13 @@ Rule = Callable[[str, str], Fault]
 Answer = tuple[int, list[tuple[str, str]], bytes]  # status, headers, body
 
 
-def sometimes(rate: float, seed: int, faults: tuple[Fault, ...] = FAULTS) -> Rule:
+def sometimes(rate: float, seed: int) -> Rule:
     """A rule by which the share ``rate`` of all requests fails, in ways that are drawn."""
     generator, lock = random.Random(seed), threading.Lock()
 
     def rule(method: str, path: str) -> Fault:
         with lock:
-            return generator.choice(faults) if generator.random() < rate else ""
+            return generator.choice(FAULTS) if generator.random() < rate else ""
 
     return rule
 

@@ -79,11 +79,3 @@ class Place:
         else:
             assert self.bucket is not None
             self.bucket.put(f"run/{name}", content)
-
-    def remove(self, name: str) -> None:
-        """Removes a file or object."""
-        if self.folder is not None:
-            (self.folder / name).unlink()
-        else:
-            assert self.bucket is not None
-            self.bucket.delete(f"run/{name}")
