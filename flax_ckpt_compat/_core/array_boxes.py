@@ -77,40 +77,35 @@ def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tupl
     return math.prod(extent[axis:]), places
 
 
-def bands(box: Box, shape: Shape, limit: int, fixed: Box = ()) -> Iterator[Box]:
-    """Split the rows that a box intersects into boxes of at most ``limit`` elements, contiguous in a C-order array.
-
-    All begin with the sides ``fixed``."""
-    axis = len(fixed)
-    row = math.prod(shape[axis + 1 :])
-    positions = range(box[axis].start, box[axis].stop)
-    if (row > limit or len(positions) == 1) and axis + 1 < len(shape):
-        for at in positions:
-            yield from bands(box, shape, limit, (*fixed, slice(at, at + 1)))
-        return
-    rest = full_box(shape[axis + 1 :])
-    step = max(1, limit // row)
-    for at in positions[::step]:
-        yield (*fixed, slice(at, min(at + step, box[axis].stop)), *rest)
+def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
+    """Split the rows that a box intersects into boxes of at most ``limit`` elements, contiguous in a C-order array."""
+    side = _grown((1,) * len(shape), shape, limit)
+    # Contiguous are the first axis on which they are longer than 1, if it is cut to the box, and all behind it, whole.
+    axis = next((axis for axis, length in enumerate(shape_of(box)) if min(length, side[axis]) > 1), len(shape))
+    rows = (*box[: axis + 1], *full_box(shape)[axis + 1 :])
+    for _, cell in cells(rows, side):
+        yield overlap(cell, rows)
 
 
 def readable_boxes(shape: Shape, chunks: Shape, limit: int, *, splits_chunks: bool) -> Iterator[Box]:
     """Yield boxes of at most ``limit`` elements that cover an array and share no chunk; longer chunks stay whole.
 
     With ``splits_chunks``, where parts of a chunk can be read without the rest of it, longer chunks are split too."""
-    side = list(chunks)
+    side = _grown(chunks, shape, limit)
+    if splits_chunks and math.prod(side) > limit:
+        side = _grown((1,) * len(shape), chunks, limit)
+    for _, cell in cells(full_box(shape), side):
+        yield overlap(cell, full_box(shape))
+
+
+def _grown(unit: Shape, shape: Shape, limit: int) -> Shape:
+    """Return the sides of the largest box of so many units, at most ``limit`` elements, whole on its last axes."""
+    side = list(unit)
     for axis in reversed(range(len(side))):
-        whole = -(-shape[axis] // side[axis])
-        side[axis] *= max(1, min(whole, limit // math.prod(side)))
+        side[axis] *= max(1, min(-(-shape[axis] // side[axis]), limit // math.prod(side)))
         if side[axis] < shape[axis]:
             break
-    for _, cell in cells(full_box(shape), tuple(side)):
-        box = overlap(cell, full_box(shape))
-        if splits_chunks and math.prod(shape_of(box)) > limit:
-            for band in bands(full_box(shape_of(box)), shape_of(box), limit):
-                yield tuple(slice(s.start + at.start, s.stop + at.start) for s, at in zip(band, box, strict=True))
-        else:
-            yield box
+    return tuple(side)
 
 
 def offset(shape: Shape, box: Box) -> int:

@@ -87,11 +87,6 @@ class ArraySlice:
     handle: LeafHandle
     index: tuple[slice, ...]  # start and stop on every axis, within the array and without steps
 
-    @property
-    def reader(self) -> Reader:
-        """Return the open checkpoint that reads it."""
-        return self.handle.reader
-
     def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copy the slice out of the whole array."""
         from flax_ckpt_compat._core import memory
@@ -267,7 +262,7 @@ def read_all(
     """Read leaves and slices in the given order, each with its own reader; the ``meter`` counts what they read."""
     by_reader: dict[Reader, list[int]] = {}
     for number, one in enumerate(wanted):
-        by_reader.setdefault(one.reader, []).append(number)
+        by_reader.setdefault(handle_of(one).reader, []).append(number)
     values: list[Any] = [None] * len(wanted)
     for reader, numbers in by_reader.items():
         if meter.is_on:

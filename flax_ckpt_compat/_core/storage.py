@@ -145,11 +145,6 @@ class Location:
     def prefetch(self, names: Iterable[str], *, heads: bool = False) -> None:
         """Read small files below this folder at once, or the first bytes of files, where a listing can keep them."""
 
-    def forget_contents(self) -> None:
-        """Let go of what `prefetch` has read: later reads are of what is there then."""
-        if self.listing is not None:
-            self.listing.contents.clear()
-
     # Look-ups.
 
     def isdir(self) -> bool:
@@ -169,11 +164,10 @@ class Location:
         try:
             return os.listdir(self.path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            number = getattr(error, "errno", errno.ENOENT)
-            # On NFS, another machine removed it; or its mount is stale, which `lexists` raises.
-            if number in presence.CANNOT_BE_THERE or (number == errno.ESTALE and not presence.lexists(self.path)):
-                raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
-            raise
+            if presence.isdir(self.path):
+                raise
+            # On NFS it is ESTALE that another machine removed it; so is a stale mount, which `isdir` raises.
+            raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
 
     def files_below(self) -> list[str]:
         """Return the paths of all files below this folder, relative to it; none if there is no such folder."""

@@ -147,40 +147,32 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
 
 
 @functools.lru_cache(maxsize=256)  # leaves share few shardings and shapes
-def first_replicas(sharding: Any, shape: tuple[int, ...]) -> list[tuple[int, Any, tuple[slice, ...]]]:
-    """Return position, device and index of the shards with ``replica_id`` 0 that this process holds."""
-    found, seen, position = [], set[str](), 0
+def first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+    """Return device and index of the shards with ``replica_id`` 0 that this process holds."""
+    first: dict[str, tuple[Any, tuple[slice, ...]]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = normalize_index(index, shape)
-        is_first, is_here = str(box) not in seen, device in sharding.addressable_devices
-        if is_first and is_here:
-            found.append((position, device, box))
-        position += is_here
-        seen.add(str(box))
-    return found
+        first.setdefault(str(box), (device, box))
+    return {device: box for device, box in first.values() if device in sharding.addressable_devices}
 
 
 def first_shards(array: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
-    """Yield index and data of each of an array's `first_replicas`."""
-    for position, device, index in first_replicas(array.sharding, array.shape):
-        yield index, _shard_on(array, device, position)
-
-
-def _shard_on(array: Any, device: Any, position: int) -> Any:
-    """Return the data of an array's shard on a device, which should be at this position.
+    """Yield index and data of each of an array's `first_replicas`.
 
     jax lists the shards of an array on first use, without a lock: if two threads ask for them at once, one finds some
     of them only, and then some are there twice, at other positions (0.4.38 to 0.10.2, measured)."""
+    left = first_replicas(array.sharding, array.shape).copy()
     is_whole = array.is_fully_replicated  # each of its shards is the whole array
     for _ in range(_SHARD_TRIES):
-        try:
-            for at in itertools.chain([position], itertools.count()):
-                data = array.addressable_data(at)
-                if is_whole or device in data.devices():
-                    return data
-        except IndexError:
-            time.sleep(_SHARD_PAUSE)
-    raise RuntimeError(f"jax lists no shard on {device} of an array of shape {array.shape}")
+        with suppress(IndexError):
+            for position in itertools.count():
+                if not left:
+                    return
+                data = array.addressable_data(position)
+                for device in [*left] if is_whole else left.keys() & data.devices():
+                    yield left.pop(device), data
+        time.sleep(_SHARD_PAUSE)
+    raise RuntimeError(f"jax lists no shard on {[*left]} of an array of shape {array.shape}")
 
 
 def start_transfer(array: Any) -> None:
