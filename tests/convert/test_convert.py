@@ -513,6 +513,7 @@ def saved_again(folder: str, n: int = 2) -> Callable[[Any], Any]:
         ("write", flipped, "w has other values"),
         ("write", of_other_dtype, "w is int32.*, expected float32"),
         ("write", saved_again("src"), "was replaced while it was read"),
+        ("compare", saved_again("src"), "was replaced while it was read"),
         ("compare", saved_again("dst"), "another process has saved a checkpoint of this name meanwhile"),
     ],
 )
@@ -534,30 +535,8 @@ def test_what_changes_meanwhile(
     with pytest.raises(errors.ConversionError, match=rf"(?s)1 of 1.*{error}"):
         flax_ckpt_compat.convert("src", "dst", "msgpack")
     left = [path.name for path in Path("dst").iterdir()]
-    assert left == (["checkpoint_1"] if after == "compare" else [])
+    assert left == (["checkpoint_1"] if "another process" in error else [])
     assert not left or flax_ckpt_compat.restore("dst")["n"] == 2
-
-
-@needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
-def test_metadata_and_items_travel(tmp_path: Path) -> None:
-    """Custom metadata and the metrics of a manager's step reach the new manager; a note says what one item lacks."""
-    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
-    with ocp.CheckpointManager(tmp_path / "src", options=options) as manager:
-        manager.save(
-            5,
-            args=ocp.args.StandardSave({"a": np.ones(2)}),
-            metrics={"loss": 0.5},
-            custom_metadata={"by": "me"},
-        )
-    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
-    with ocp.CheckpointManager(tmp_path / "dst", options=options) as manager:
-        assert manager.best_step() == 5
-        assert manager.metrics(5) == {"loss": 0.5}
-        assert manager.metadata(5).custom_metadata == {"by": "me"}
-    with pytest.raises(errors.ConversionError, match=r"no place for metrics \(JSON\)"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack")
-    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack", item="default")
-    assert done.notes == ("not converted: custom metadata",)
 
 
 def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:

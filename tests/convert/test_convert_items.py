@@ -529,20 +529,31 @@ def test_damage_of_a_copied_item_is_found(tmp_path: Path, name: str) -> None:
     assert not list((tmp_path / "dst").glob("*"))
 
 
-def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) -> None:
+def test_metrics_and_metadata_travel_between_the_managers_of_both_releases(tmp_path: Path) -> None:
     """The only tree gets the name that each manager restores by default, and the best step is known."""
     state = {"a": jnp.ones(2), "b": {"c": jnp.arange(3)}}
-    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: -metrics["loss"])
     with v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
-        checkpointer.save(7, state, metrics={"loss": 0.25})
+        checkpointer.save(7, state, metrics={"loss": 0.25}, custom_metadata={"by": "me"})
     flax_ckpt_compat.convert(tmp_path / "v1", tmp_path / "v0", "manager")
     with ocp.CheckpointManager(tmp_path / "v0", options=options) as manager:
         assert (manager.best_step(), manager.metrics(7)) == (7, {"loss": 0.25})
+        assert manager.metadata(7).custom_metadata == {"by": "me"}
         assert bits(manager.restore(7)) == bits(state)
-    flax_ckpt_compat.convert(tmp_path / "v0", tmp_path / "again", "v1")
-    with v1.training.Checkpointer(tmp_path / "again") as checkpointer:
-        assert bits(checkpointer.load(7)) == bits(state)
-        assert checkpointer.checkpoints[0].metrics == {"loss": 0.25}
+        saving = ocp.args.StandardSave(state)
+        manager.save(8, args=saving, metrics={"loss": 0.5}, custom_metadata={"by": "you"})
+    for to in ("v1", "manager"):
+        flax_ckpt_compat.convert(tmp_path / "v0", tmp_path / to[0], to)  # type: ignore[arg-type]
+    with v1.training.Checkpointer(tmp_path / "v") as checkpointer:
+        assert bits(checkpointer.load(8)) == bits(state)
+        assert [found.metrics for found in checkpointer.checkpoints] == [{"loss": 0.25}, {"loss": 0.5}]
+    with ocp.CheckpointManager(tmp_path / "m", options=options) as manager:
+        assert (manager.best_step(), manager.metrics(8)) == (7, {"loss": 0.5})
+        assert manager.metadata(8).custom_metadata == {"by": "you"}
+    with pytest.raises(errors.ConversionError, match=r"no place for metrics \(JSON\)"):
+        flax_ckpt_compat.convert(tmp_path / "v0", tmp_path / "files", "msgpack")
+    for done in flax_ckpt_compat.convert(tmp_path / "v0", tmp_path / "files", "msgpack", item="default"):
+        assert done.notes == ("not converted: custom metadata",)
 
 
 OF_OWN_HANDLERS = ("vocabulary", "tokens", "settings")
