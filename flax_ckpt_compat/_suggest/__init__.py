@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from flax_ckpt_compat._core import memory
@@ -26,7 +26,6 @@ __all__ = ["ProposedRule", "Suggestion", "suggest"]
 _MAX_STARTS = 4
 _MANY = 5000  # missing leaves, above which one way less is tried
 _COUNTS = frozenset(("count", "gradient_step", "step"))
-_DEPTH = 3  # of the levels in which a collection is looked for
 _Pair = tuple[Path, Path]  # stored, of the target
 # Renamed layers, or single leaves, with the names and looks of their leaves; the name of a single leaf is empty.
 _Layers = dict[_Pair, set[tuple[str, Look]]]
@@ -105,6 +104,10 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
         return Suggestion(keys, ()) if keys else None
     for prelude in proposals.preludes(pairing, stored):
         first = pairing.tried(first, [prelude]) or first
+    # What these steps name anew is judged by its new name, and shown by that of the checkpoint.
+    shown = {path: handles_of(leaf)[0].path for path, leaf in iter_leaves(first.tree) if handles_of(leaf)}
+    stored = map_leaves(_here, first.tree)
+    first = dataclasses.replace(first, tree=stored)
     begun = [first]
     if isinstance(first.tree, Branch):
         likely = proposals.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
@@ -121,7 +124,7 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
             break
         state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
-        steps, against = _judged(stored, target, state.tree, state.steps, remaining)
+        steps, against = _judged(_Outcome(stored, target, state.tree, shown), state.steps, remaining)
         sentences = tuple(printable(doubt, one_line=True) for doubt in against)
         proposal = Suggestion(steps, tuple(map(show_path, remaining)), sentences)
         if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
@@ -147,9 +150,10 @@ def _in_order(node: Branch) -> Branch:
 class _Outcome:
     """Effects of rules on a checkpoint: leaves that they use, move, keep initial or leave unused."""
 
-    def __init__(self, stored: Node, target: Node, tree: Node):
-        self.from_t5x = leaf_features.is_t5x(stored)
+    def __init__(self, stored: Node, target: Node, tree: Node, shown: Mapping[Path, Path]):
+        self.shown = shown  # path in ``stored`` → path in the checkpoint
         self.had, self.has = Roles(stored), Roles(target)
+        self.collections = {"params", "batch_stats"} | ({"target"} if leaf_features.is_t5x(stored) else set())
         self.looks = {path: look(leaf) for path, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)}
         self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
@@ -179,12 +183,11 @@ class _Outcome:
 
 
 def _judged(
-    stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]
+    outcome: _Outcome, steps: Sequence[ProposedRule], lacking: Sequence[Path]
 ) -> tuple[tuple[ProposedRule, ...], list[str]]:
-    """Return the steps that produced ``tree``, and doubts; steps that keep values say what is unused instead."""
+    """Return the steps, and doubts about them; steps that keep values say what is unused instead."""
     if lacking:
         return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
-    outcome = _Outcome(stored, target, tree)
     layers, optimizers = _layers(outcome)
     renamed = (_names(layers), _exchanged(layers), _exchanged(optimizers))
     judges = (*renamed, _unused(outcome), _optimizers(outcome), _begun(outcome))
@@ -203,7 +206,8 @@ def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:
     idle.sort(key=lambda path: (outcome.unused[path] not in looks, path[-1] not in ends))
     if not idle:
         return step
-    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {layouts.listed(idle)}")
+    unused = layouts.listed([outcome.shown[path] for path in idle])
+    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {unused}")
 
 
 def _unused(outcome: _Outcome) -> Iterator[str]:
@@ -220,7 +224,7 @@ def _unused(outcome: _Outcome) -> Iterator[str]:
         if not outcome.had.is_optimizer(path):
             place = places.get((math.prod(seen[0]), seen[1])) or place
         if seen[0] and place is not None:
-            yield f"{show_path(path)} is not used, and is as large as {show_path(place)}"
+            yield f"{show_path(outcome.shown[path])} is not used, and is as large as {show_path(place)}"
 
 
 def _partners(roles: Roles, path: Path) -> Any:
@@ -241,7 +245,7 @@ def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
         ends = (outcome.had.root_of(old), outcome.has.root_of(new))
         is_optimizer, name = all(ends), joined(outcome.had.spot(old).suffix)
         if not is_optimizer:
-            ours, theirs = _named(bare(old), from_t5x=outcome.from_t5x), _named(bare(new))
+            ours, theirs = _named(old, outcome.collections), _named(new, outcome.collections)
             is_leaf = ours[-1] != theirs[-1]
             ends = (ours, theirs) if is_leaf else (ours[:-1], theirs[:-1])
             name = "" if is_leaf else ours[-1]
@@ -250,14 +254,9 @@ def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
     return found
 
 
-def _named(path: Path, *, from_t5x: bool = False) -> Path:
-    """Return a key path without linen's collection, and with a level for each part of a name that holds a key path."""
-    parts = tuple("/".join(path).replace("/~/", "/").replace(".", "/").split("/"))
-    # Where flax.optim had the parameters, and where T5X has them.
-    if parts[:2] == ("optimizer", "target") or (from_t5x and parts[0] == "target"):
-        parts = parts[parts.index("target") + 1 :] or parts[-1:]
-    tops = [place for place, name in enumerate(parts[:-1][:_DEPTH]) if name in ("params", "batch_stats")]
-    return parts[: tops[0]] + parts[tops[0] + 1 :] if tops else parts
+def _named(path: Path, collections: Set[str]) -> Path:
+    """Return a key path without collections and NNX's ``value``."""
+    return tuple(name for name in bare(path) if name not in collections) or path
 
 
 def _names(layers: _Layers) -> Iterator[str]:
@@ -273,7 +272,12 @@ def _names(layers: _Layers) -> Iterator[str]:
 
 
 def _exchanged(layers: _Layers) -> Iterator[str]:
-    """Yield a doubt for two layers that neither their leaves nor their names tell apart, or that change their order."""
+    """Yield a doubt for two layers that change places or order, or that neither leaves nor names tell apart."""
+    single = {pair: any(name == "" for name, _ in leaves) for pair, leaves in layers.items()}
+    whole = dict.fromkeys((old[:-1], new[:-1]) if single[old, new] else (old, new) for old, new in layers)
+    for old, new in whole:
+        if old != new and (new, old) in whole:
+            yield f"{show_path(old)} and {show_path(new)} would change places, and may be transposed instead"
     groups: dict[Any, dict[_Pair, _Pair]] = {}
     for pair, leaves in layers.items():
         # One of each change: layers inside of one that is renamed go with it.
@@ -287,12 +291,8 @@ def _exchanged(layers: _Layers) -> Iterator[str]:
 
 
 def _optimizers(outcome: _Outcome) -> Iterator[str]:
-    """Yield a doubt for moments that become parameters, or the reverse, and for those that two optimizers get."""
+    """Yield a doubt for moments that two optimizers get."""
     for old, news in outcome.news.items():
-        had = outcome.had.is_optimizer(old)
-        for new in news:
-            if outcome.has.is_optimizer(new) != had and outcome.looks[old][0]:
-                yield f"{show_path(new)} would come from {show_path(old)}, which is an optimizer's"
         fields = [outcome.has.spot(path) for path in news]
         if len(set(fields)) < len(fields) and fields[0].field in MOMENTS:
             yield f"{show_path(news[0])} and {show_path(news[1])} would both come from {show_path(old)}"

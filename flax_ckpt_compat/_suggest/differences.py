@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import counted, literal
@@ -127,7 +127,7 @@ class Gap:
                 for length in lengths:
                     if length > len(short.nodes) and length % len(short.nodes) == 0:
                         shorter.setdefault(length, []).append(short)
-            known: dict[object, dict[str, layouts.Form]] = {}  # in natural order, by a row's contents and number
+            known: dict[object, dict[str, tuple[int, str]]] = {}  # in natural order, by a row's contents and number
             for row in found:
                 if len(set(map(self.memo.print, row.nodes))) != 1:
                     continue
@@ -135,27 +135,24 @@ class Gap:
                 if kind not in known:
                     near = {name for size in layouts.sizes(layer, len(row.nodes)) for name in likely.get(size, ())}
                     names = natural(near & others.keys())
-                    tried = ((name, layouts.form_of(row, layer, self.memo.contents(others[name]))) for name in names)
-                    known[kind] = {name: form for name, form in tried if form}
-                forms = {name: form for name, form in known[kind].items() if name in others}
-                if forms:
-                    name = _nearest(row.stem, [name for name in forms if not forms[name].groups] or list(forms))
+                    tried = (
+                        (name, layouts.axis_of(kind[1], layer, self.memo.contents(others[name]))) for name in names
+                    )
+                    known[kind] = {name: axis for name, axis in tried if axis}
+                axes = {name: axis for name, axis in known[kind].items() if name in others}
+                if axes:
+                    name = max(axes, key=lambda one: (one == row.stem, akin(one, row.stem)))
                     self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
                     # Everywhere, or only below the name of this branch, where layers of other branches stay apart.
                     for above in ("", *(f"{last}/" for last in self.path[-1:])):
                         layers = dataclasses.replace(row, stem=above + row.stem)
-                        yield (layouts.stacked if stacking else layouts.unstacked)(layers, above + name, forms[name])
+                        yield (layouts.stacked if stacking else layouts.unstacked)(layers, above + name, *axes[name])
                     continue
                 for short in shorter.get(len(row.nodes), ()):
-                    part = dataclasses.replace(row, nodes=row.nodes[: len(row.nodes) // len(short.nodes)])
-                    form = layouts.form_of(part, layer, self.memo.contents(short.nodes[0]))
-                    if form and len(set(map(self.memo.print, short.nodes))) == 1:
-                        yield layouts.interleaved(row, short, form.axis, stacking=stacking)
-        for name in [name for name in self.gone if name in self.new]:
-            ours, theirs = self.memo.contents(self.gone[name]), self.memo.contents(self.new[name])
-            if steps := layouts.regrouped(name, ours, theirs):
-                self._take([name], [name])
-                yield steps
+                    count = len(row.nodes) // len(short.nodes)
+                    axis = layouts.axis_of(count, layer, self.memo.contents(short.nodes[0]))
+                    if axis and len(set(map(self.memo.print, short.nodes))) == 1:
+                        yield layouts.interleaved(row, short, axis[0], stacking=stacking)
 
     def _rows_in(self, children: dict[str, Node]) -> list[LayerRow]:
         """Return the rows among children, and those one level below."""
@@ -252,30 +249,19 @@ class Gap:
         shares = {}
         few = len(olds) * len(news) <= _MAX_PAIRS
         for old, new in itertools.product(sorted(olds), sorted(news)) if few else ():
-            contents = self.memo.contents(self.new[new])
-            if shared := (self.memo.contents(self.gone[old]) & contents).total():
+            ours, theirs = self.gone[old], self.new[new]
+            contents = self.memo.contents(theirs)
+            shared = (self.memo.contents(ours) & contents).total()
+            # Torch's weight that became a kernel is transposed.
+            is_turned = is_torch_name(old, new) and turned(look(ours)[0], look(theirs)[0])
+            if shared or is_turned:
                 shares[old, new] = shared / contents.total()
         for old, new in sorted(shares, key=lambda one: (-shares[one], one[0] != one[1], not akin(*one))):
             if old in olds and new in news:
                 pairs.append((old, new))
                 olds.remove(old)
                 news.remove(new)
-        pairs += self._turned(olds, news)
         return [(old, new) for old, new in pairs if old != new and "/" not in old + new]
-
-    def _turned(self, olds: Sequence[str], news: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the weight of torch's, transposed, that became a kernel."""
-        for old, new in itertools.product(olds, news) if len(olds) * len(news) <= _MAX_PAIRS else ():
-            ours, theirs = self.gone[old], self.new[new]
-            is_leaf = not isinstance(ours, Branch) and not isinstance(theirs, Branch)
-            if is_leaf and is_torch_name(old, new) and turned(look(ours)[0], look(theirs)[0]):
-                yield old, new
-                return
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    """Return the name most similar to another."""
-    return next((one for one in names if one == name), next((one for one in names if akin(one, name)), names[0]))
 
 
 def in_words(node: Node) -> str:

@@ -7,8 +7,8 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.steps import numbered
@@ -92,29 +92,21 @@ def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
     return ProposedRule(rule, reason)
 
 
-class Form(NamedTuple):
-    """The way in which one subtree holds the layers of a row."""
-
-    axis: int
-    groups: tuple[int, ...]  # the lengths of the first two axes, if they are those of the layers
-    doubt: str
-
-
-def stacked(old: LayerRow, into: str, form: Form) -> list[ProposedRule]:
+def stacked(old: LayerRow, into: str, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that stack a row."""
     stem = old.stem or f"{into.rpartition('/')[2]}_"
     reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
     # Names that are numbers alone may be those of other things, too.
     named = [] if old.stem else [rename(renamed(old, LayerRow(stem, "", old.first, old.nodes)), f"layers of {into}")]
-    rule = rules.stack(rf"{literal(stem)}{old.slash}(\d+)", into, **_given(axis=form.axis, first=old.first))
-    return [*named, ProposedRule(rule, reason, form.doubt), *_grouped(into, form, rules.split_axis, form.groups)]
+    rule = rules.stack(rf"{literal(stem)}{old.slash}(\d+)", into, **_given(axis=axis, first=old.first))
+    return [*named, ProposedRule(rule, reason, doubt)]
 
 
-def unstacked(new: LayerRow, name: str, form: Form) -> list[ProposedRule]:
+def unstacked(new: LayerRow, name: str, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that unstack a stack into a row."""
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
-    rule = rules.unstack(literal(name), f"{new.stem}{new.slash}{{}}", **_given(axis=form.axis, first=new.first))
-    return [*_grouped(name, form, rules.merge_axes), ProposedRule(rule, reason, form.doubt)]
+    rule = rules.unstack(literal(name), f"{new.stem}{new.slash}{{}}", **_given(axis=axis, first=new.first))
+    return [ProposedRule(rule, reason, doubt)]
 
 
 def interleaved(many: LayerRow, stacks: LayerRow, axis: int, *, stacking: bool) -> list[ProposedRule]:
@@ -146,54 +138,26 @@ def _moved(olds: Sequence[str], news: Sequence[str], reason: str) -> ProposedRul
     return rename({literal(old): plain(new) for old, new in zip(olds, news, strict=True)}, reason)
 
 
-def regrouped(name: str, old: Contents, new: Contents) -> list[ProposedRule]:
-    """Return the rule that divides the layers of a stack into groups, or joins its groups."""
-    for one, other, rule in ((old, new, rules.split_axis), (new, old, rules.merge_axes)):
-        counts = {shape[:1] for _, (shape, _) in one}
-        layer = Counter({(leaf, (shape[1:], kind)): many for (leaf, (shape, kind)), many in one.items()})
-        form = _groups_of(layer, min(counts)[0], other) if len(counts) == 1 and () not in counts else None
-        if form is not None:
-            return _grouped(name, form, rule, *([form.groups] if one is old else []))
-    return []
-
-
-def _grouped(name: str, form: Form, rule: Callable[..., rules.Rule], *groups: Any) -> list[ProposedRule]:
-    reason = "{} has {} groups of {} layers".format(name, *form.groups) if form.groups else ""
-    return [ProposedRule(rule(literal(name), *groups), reason)] if reason else []
-
-
 def _given(**arguments: int) -> dict[str, int]:
     return {name: value for name, value in arguments.items() if value}
 
 
-def form_of(row: LayerRow, layer: Contents, whole: Contents) -> Form | None:
-    """Return how a subtree holds the layers of a row, of which each has the same contents; None if it does not."""
-    count = len(row.nodes)
-    if layer.total() != whole.total():
-        return None
+def axis_of(count: int, layer: Contents, whole: Contents) -> tuple[int, str] | None:
+    """Return on which axis a subtree holds layers of the same contents, and a doubt; None if it does not."""
     shared = {axis: (_with_axis(layer, count, axis) & whole).total() for axis in _AXES}
     best = max(shared.values())
-    if best * 2 <= whole.total():
-        return _groups_of(layer, count, whole)
+    if layer.total() != whole.total() or best * 2 <= whole.total():
+        return None
     axes = [axis for axis in _AXES if shared[axis] == best]
     # Axes on which the stacks are the same are one, as the last one where all arrays have as many.
     ranks = {len(shape) for _, (shape, _) in layer}
     is_clear = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
-    return Form(axes[0], (), "" if is_clear else "the shapes do not tell on which axis the layers lie")
+    return axes[0], "" if is_clear else "the shapes do not tell on which axis the layers lie"
 
 
 def sizes(contents: Contents, count: int = 1) -> set[tuple[str, int, str]]:
     """Return the name, number of values and kind of each leaf, once ``count`` are stacked on any axes."""
     return {(name, count * math.prod(shape), kind) for name, (shape, kind) in contents}
-
-
-def _groups_of(layer: Contents, count: int, whole: Contents) -> Form | None:
-    # Where the numbers of axes differ, the first axes in common are those of the layers.
-    is_clear = len({len(shape) for _, (shape, _) in layer}) > 1
-    for groups in [(one, count // one) for one in range(2, count // 2 + 1) if count % one == 0] if is_clear else ():
-        if Counter({(name, ((*groups, *shape), kind)): many for (name, (shape, kind)), many in layer.items()}) == whole:
-            return Form(0, groups, "")
-    return None
 
 
 def _with_axis(layer: Contents, count: int, axis: int) -> Contents:

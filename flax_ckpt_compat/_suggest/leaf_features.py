@@ -31,7 +31,6 @@ _MOMENTS = (
 MOMENTS = frozenset(_MOMENTS.split())
 _OPTIMIZER = re.compile(r"opt|optim|optimizer|opt_states?|optim_states?|optimizer_states?|tx_state|opt_\w+|\w+_opt")
 _MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini_step"}
-_OLD_FIELDS = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}  # flax.optim's, below each parameter
 # Orders of axes between torch's weights and Flax's kernels, by the number of axes.
 _TORCH_ORDERS: dict[int, tuple[tuple[int, ...], ...]] = {
     2: ((1, 0),),
@@ -104,8 +103,6 @@ class Roles:
 
     def root_of(self, path: Path) -> Path:
         """Return the root of the optimizer's state that a key path is in; () if it is in none."""
-        if path[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
-            return ()
         return next((root for root in self.roots if path[: len(root)] == root), ())
 
     def is_optimizer(self, path: Path) -> bool:
@@ -116,9 +113,6 @@ class Roles:
         """Return the role of the leaf at a key path."""
         if not self.is_optimizer(path):
             return Spot("", path)
-        if path[-1] in _OLD_FIELDS:
-            suffix = path[path.index("param_states") + 1 : -1] if "param_states" in path else path
-            return Spot(_OLD_FIELDS[path[-1]], suffix)
         for number, name in enumerate(path):
             if name in MOMENTS and number:
                 return Spot(name, bare(path[number + 1 :]))

@@ -1,11 +1,12 @@
 """Match what is left over: nodes of the target without stored values with stored ones that it does not use.
 
 Nodes match by the names inside of them and by shapes; of several, those of a row match by the numbers in their names,
-and then the only one with a word in common."""
+and then the only one below the same names, or with a word in common."""
 
 from __future__ import annotations
 
 import re
+import string
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -23,6 +24,7 @@ from flax_ckpt_compat._trees.leaf_sources import is_array
 # Rows of stored nodes that are compared with one of the target's: more are no evidence for any.
 _MAX_LIKELY = 16
 _NUMBER = re.compile(r"\d+")
+_LETTERS = frozenset(string.ascii_lowercase)  # words of one letter, as in ``c_fc`` and ``c_proj``, say nothing
 Looks = Mapping[Path, Look]
 Pair = tuple[Path, Path]  # stored, of the target
 
@@ -66,8 +68,8 @@ class _Matcher:
             likely = list(dict.fromkeys(map(unnumbered, self.by_print[row[0][1]])))[:_MAX_LIKELY]
             found = [pairs for like in likely if (pairs := self._row(self.rows[like], dict(row)))]
             found = [pairs for pairs in found if not any(old in self.pairs for old, _ in pairs)]
-            if len(found) > 1:
-                found = [pairs for pairs in found if _akin(*pairs[0])]
+            nearest = max((_nearness(*pairs[0]) for pairs in found), default=None)
+            found = [pairs for pairs in found if _nearness(*pairs[0]) == nearest]
             if len(found) == 1:
                 self._take(found[0])
 
@@ -99,10 +101,23 @@ class _Matcher:
         is_inside = any(old[:end] in self.pairs for old in olds for end in range(len(old)))
         if is_inside or any(other[: len(old)] == old for old in olds for other in self.pairs):
             return False
-        if not all(_may_be(old, new, is_leaf=not isinstance(node_at(self.tree, old), Branch)) for old, new in row):
+        if not all(self._may_be(old, new) for old, new in row):
             return False
         self.pairs.update(row)
         return True
+
+    def _may_be(self, old: Path, new: Path) -> bool:
+        """Return whether a node may have another name: not only another number, not that of a copy."""
+        if unnumbered(old) == unnumbered(new):
+            return False  # the whole row may have other numbers
+        ours, theirs = ({word for name in path for word in words(name)} & COPIES for path in (old, new))
+        if ours != theirs or isinstance(node_at(self.tree, old), Branch):
+            return ours == theirs
+        if old[-1] != new[-1]:
+            return _nearness(old, new)[1]
+        # Layers that both trees have are rather transposed than that their weights change places.
+        homes = (node_at(self.tree, new[:-1]), node_at(self.target, old[:-1]))
+        return len(old) != len(new) or not all(isinstance(home, Branch) for home in homes)
 
 
 def changes(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMemo) -> Iterator[Change]:
@@ -117,17 +132,10 @@ def changes(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMem
         yield from _changes(stored.pairs.items(), stored)
 
 
-def _may_be(old: Path, new: Path, *, is_leaf: bool) -> bool:
-    """Return whether a node may have another name: not only another number, not that of a copy."""
-    if unnumbered(old) == unnumbered(new):
-        return False  # the whole row may have other numbers
-    ours, theirs = ({word for name in path for word in words(name)} & COPIES for path in (old, new))
-    return ours == theirs and (not is_leaf or old[-1] == new[-1] or _akin(old, new))
-
-
-def _akin(old: Path, new: Path) -> bool:
+def _nearness(old: Path, new: Path) -> tuple[int, bool]:
+    """Return how many names two key paths have in common, and whether the others have a word in common."""
     ours, theirs = core(old, new)
-    return akin("_".join(ours), "_".join(theirs))
+    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _LETTERS)
 
 
 def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:

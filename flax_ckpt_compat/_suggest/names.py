@@ -174,10 +174,12 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
     if one[0] == other[0] or one[1] == other[1]:
         return True
     olds, news = (core(left, right) for left, right in zip(one, other, strict=True))
-    numbers = [re.findall(r"\d+", "/".join(path)) for path in (*olds, *news)]
-    first, second, third, fourth = ([int(number) for number in found] for found in numbers)
-    if all(numbers) and first != second and third != fourth:
-        return (first < second) == (third < fourth)
+    numbers = [[int(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
+    before, after = ([(a, b) for a, b in zip(*side, strict=False) if a != b] for side in (numbers[:2], numbers[2:]))
+    if before and after:
+        # Several numbers may have changed places.
+        ((first, second), *_), ((third, fourth), *_) = before, after
+        return before == after or (len(before) == len(after) == 1 and (first < second) == (third < fourth))
     (old, old2), (new, new2) = (["_".join(path) for path in side] for side in (olds, news))
     common = (words(old) & words(old2)) | (words(new) & words(new2))
     is_crossed = akin(old, new2, common) or akin(old2, new, common)

@@ -20,6 +20,7 @@ _ROUNDS = 8
 _KNOWN = 4
 # Renames of one round: more than a few make one mapping, and too many are no evidence for any.
 _SEPARATE, _MAX_RENAMES = 24, 300
+_LARGE = 20_000  # nodes of a tree for which each rule takes long
 
 
 @dataclasses.dataclass(slots=True)
@@ -196,6 +197,7 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
         kinds.setdefault((str(change.patterns), unnumbered(change.path)), change)
     if len(kinds) > _MAX_RENAMES:
         return
+    separate = _SEPARATE if sum(map(len, places.values())) < _LARGE else 2
     found: dict[str, dict[str, Change]] = {}
     for (key, _), change in kinds.items():
         prefix = _prefix(change, homes[key], places, own)
@@ -209,7 +211,7 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
                 for pattern, to in change.patterns.items()
             }
             if (
-                len(group) > _SEPARATE
+                len(group) > separate
                 or any(olds.get(name, change) is not change for name in change.new)
                 or any(name in other.new for other in group.values() if other is not change for name in change.old)
             ):
@@ -217,7 +219,7 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
             else:
                 yield [rename(patterns, change.reason)]
         if together:
-            many = f"{len(group)} names" if len(group) > _SEPARATE else "some new names are old names of others"
+            many = f"{len(group)} names" if len(group) > separate else "some new names are old names of others"
             yield [rename(together, f"in one step, because {many}" if "are" in many else many)]
 
 

@@ -12,17 +12,15 @@ import numpy as np
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, show_path, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, topmost
 from flax_ckpt_compat._suggest import match_unused
 from flax_ckpt_compat._suggest.layouts import ProposedRule, either, listed, pattern_of, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, look
-from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
-_MAX_PARTS = 6
 _NO_MOMENTS = "no moments"
 
 
@@ -34,7 +32,7 @@ def preludes(pairing: Pairing, stored: Branch) -> Iterator[ProposedRule]:
     ours, theirs = (
         {path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (pairing.looks(stored), pairing.goal)
     )
-    if is_t5x(stored) and ("step",) in theirs and ("state", "step") in ours and not {("step",)} & ours.keys():
+    if is_t5x(stored) and ("step",) in theirs and ("state", "step") in ours and ("step",) not in ours:
         yield ProposedRule(rules.move("state/step", "step"), "state/step is T5X's")
     yield from _replicated(stored, theirs)
     yield from _nested(ours, theirs)
@@ -138,11 +136,6 @@ def finished(pairing: Pairing, state: State) -> State:
             continue  # numbers alone, of which `_kept` names those that are new
         if _is_mostly_there(pairing, state, at):
             continue  # of a new field, as amsgrad's
-        if at not in roles.roots and len(roles.roots) != len(pairing.roles.roots):
-            parts = _of_parts(pairing, state, at, sorted(roles.roots))
-            if parts is not state and not pairing.missing(parts.tree, at):
-                state = parts
-                continue
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal(joined(stored_at))}
             step = ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")
@@ -183,28 +176,6 @@ def _is_longer(stored: Node, target: Node) -> bool:
     if target.container.is_sequence and len(stored.children) > len(target.children):
         return True
     return any(_is_longer(stored.children.get(name), child) for name, child in target.children.items())
-
-
-def _of_parts(pairing: Pairing, state: State, at: Path, roots: Sequence[Path]) -> State:
-    """Return the state after taking the moments of the parts of a model that have, or had, optimizers of their own."""
-    params = node_at(pairing.target, (*at[:-1], "params"))
-    children = params.children if isinstance(params, Branch) else {}
-    parts = [name for name, node in children.items() if isinstance(node, Branch)]
-    before = state
-    for root in roots if len(parts) <= _MAX_PARTS else ():
-        found: list[tuple[bool, int, State]] = []
-        for part in parts:
-            is_named = akin(at[-1], part) or akin(root[-1], part)
-            doubt = "" if is_named else f"only shapes say that {show_path(root)}, for {show_path(at)}, is of {part}"
-            if not doubt and state is not before:
-                doubt = f"{show_path(at)} has one count, and would not take that of {show_path(root)}"
-            rule = rules.optimizer_state(literal(joined(at)), literal(joined(root)), subtree=part)
-            after = pairing.tried(state, [ProposedRule(rule, f"the moments of {part}", doubt)])
-            if after is not None and after.matched > state.matched:
-                found.append((bool(doubt), -after.matched, after))
-        if found:
-            state = min(found, key=lambda one: one[:2])[2]
-    return state
 
 
 def _counted(pairing: Pairing, state: State) -> State:

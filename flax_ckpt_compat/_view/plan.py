@@ -340,7 +340,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
     is_explained = bool(plan.why) and plan.raises in ("MissingLeavesError", "ShapeMismatchError")
     if found is None:
         if trees and plan.missing and not is_explained:
-            yield Line("Nothing that is stored resembles what is missing.")
+            yield Line("Nothing stored fits what is missing as it is; rules.fuse and rules.split join and divide it.")
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
             yield Line(printable(str([*tree.problems, messages.shape_remedies(tree, tree.shapes)][0])))
     elif not (found.doubts and is_explained):

@@ -191,12 +191,17 @@ def rows(name: str) -> dict[str, Any]:
         ({"params": rows("layer"), "opt_state": {"0": {"trace": rows("layer")}, "1": {}}},
          {"params": {"layers": ROW}, "opt_state": {"0": {"trace": {"layers": ROW}}, "1": {"count": array()}}}),
         ({"params": {"f": D, "out": dense(8, 3)}}, {"params": {"u": D, "out": dense(8, 3)}}),
+        ({"params": {f"b_{n}": {f"c_{m}": D for m in range(2)} for n in range(3)}},
+         {"params": {f"c_{m}_{n}": D for n in range(3) for m in range(2)}}),
+        ({"params": {"c_fc": {"weight": array(16, 4)}, "c_proj": {"weight": array(4, 16)}, "o": OBLONG}},
+         {"params": {"c_fc": {"kernel": array(4, 16)}, "c_proj": {"kernel": array(16, 4)}, "o": OBLONG}}),
     ],
     ids=["no evidence", "named first", "first is new", "equal ones", "inserted", "crossed numbers", "crossed order",
          "crossed biases", "square leaf", "which average",
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
          "which axis", "counts", "taken from its own place", "vectors", "which optimizer", "actor", "target", "stack",
-         "unstack", "average of a row", "a count beside a row", "letters"],
+         "unstack", "average of a row", "a count beside a row", "letters",
+         "two numbers", "transposed or exchanged"],
 )  # fmt: skip
 def test_doubt(old: Any, new: Any, request: pytest.FixtureRequest) -> None:
     """Whatever fits by shape but may be wrong is not a confident suggestion."""
@@ -222,7 +227,6 @@ TABLE = {"emb": _A.embed(9, 4)}
 NUMBERED = {f"layer_{n}": layer for n, layer in enumerate(DENSE)}
 FROM_1 = {f"layer_{n}": layer for n, layer in enumerate(DENSE, 1)}
 STACK = {"layers": stacked(DENSE, 0)}
-GROUPS = {"layers": mapped(lambda x: x.reshape(3, 4, *x.shape[1:]), STACK["layers"])}
 T5X = {
     "target": {"encoder": {"layers_0": DENSE[0]}, "decoder": {"layers_0": DENSE[1]}},
     "state": {
@@ -245,14 +249,6 @@ def _state(params: Any) -> Any:
 
 STACKING = r"rules.stack(r'layer_(\d+)', 'layers')"
 PORTS: dict[str, tuple[Any, Any, list[str]]] = {
-    "12 to 3 x 4": (_state(STACK), _state(GROUPS), ["rules.split_axis('layers', [3, 4])"]),
-    "3 x 4 to 12": (_state(GROUPS), _state(STACK), ["rules.merge_axes('layers')"]),
-    "row to groups": (_state(NUMBERED), _state(GROUPS), [STACKING, "rules.split_axis('layers', [3, 4])"]),
-    "groups to row": (
-        _state(GROUPS),
-        _state(NUMBERED),
-        ["rules.merge_axes('layers')", "rules.unstack('layers', 'layer_{}')"],
-    ),
     "from 1 to stack": (_state(FROM_1), _state(STACK), [r"rules.stack(r'layer_(\d+)', 'layers', first=1)"]),
     "stack to from 1": (_state(STACK), _state(FROM_1), ["rules.unstack('layers', 'layer_{}', first=1)"]),
     "T5X": (T5X, {"params": T5X["target"]}, ["rules.rename('target', 'params')"]),
@@ -262,6 +258,11 @@ PORTS: dict[str, tuple[Any, Any, list[str]]] = {
         ["rules.move('state/step', 'step')", "rules.rename('target', 'params')"],
     ),
     "T5X for inference": (T5X, T5X["target"], ["rules.move('target', '')"]),
+    "towers": (
+        {"params": {n: {"body": NUMBERED} for n in ("visual", "textual")}},
+        {"params": {n: {"body": {f"h{m}": c for m, c in enumerate(DENSE)}} for n in ("visual", "textual")}},
+        [r"rules.rename(r'layer_(\d+)', r'h\1')"],
+    ),
     "Haiku": (
         {"params": HAIKU},
         {"params": {"net": LINEN}},
@@ -376,7 +377,8 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
         [r"rules.stack(r'img/layer_(\d+)', 'img/layers')"], "",
     ),
     "one of two towers that is unrolled": (
-        _state({"img": STACK, "txt": {"net": STACK["layers"]}}), _state({"img": NUMBERED, "txt": {"net": STACK["layers"]}}),
+        _state({"img": STACK, "txt": {"net": STACK["layers"]}}),
+        _state({"img": NUMBERED, "txt": {"net": STACK["layers"]}}),
         ["rules.unstack('layers', 'layer_{}')"], "",
     ),
     "stacks of every third layer": (
