@@ -69,6 +69,7 @@ def test_numbers_are_read_as_float_reads_them() -> None:
     """Flax's float grammar; names with more or less than one finite number after the prefix are no numeric ones."""
     for text in ("7", "-1.5", "1e5", ".5", "1.", "+1", "007", "1e+22", "-0.0"):
         assert steps.parse_step(text) == float(text)
+    assert steps.parse_step(f"{2**53 + 1}") == 2**53 + 1  # which is no float
     for text in ("", "-", ".", "e5", "1_000", "1-2", "1.10.1", "inf", "nan", "1e400", " 1", "1\n", "0x1"):
         assert steps.parse_step(text) is None
 
