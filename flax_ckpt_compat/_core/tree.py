@@ -246,7 +246,7 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[
             shown = show_path(path)
             raise NameCollisionError(f"{shown} would be both a leaf and a subtree, or two leaves", leaf=shown)
         node.children[path[-1]] = leaf
-    return _in_containers(root, like, origins or {})[0]
+    return root if like is None else _in_containers(root, like, origins or {})[0]
 
 
 def _in_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: Path = ()) -> tuple[Node, Path | None]:
@@ -257,10 +257,11 @@ def _in_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: P
     children = {name: child for name, (child, _) in found.items()}
     olds = {old[:-1] for name, (_, old) in found.items() if old and old[-1] == name}
     old = olds.pop() if len(olds) == 1 else None
-    was = node_at(like, path if old is None else old)
-    if isinstance(was, Branch) and children.keys() == was.children.keys():
-        return Branch(children, was.container, was.int_keys, was.type_name), old
-    return Branch(children, int_keys=getattr(was, "int_keys", frozenset()) & children.keys()), old
+    places = [node_at(like, place) for place in (old, path) if place is not None]
+    for was in places:
+        if isinstance(was, Branch) and children.keys() == was.children.keys():
+            return Branch(children, was.container, was.int_keys, was.type_name), old
+    return Branch(children, int_keys=getattr(places[0], "int_keys", frozenset()) & children.keys()), old
 
 
 def joined(path: Path) -> str:

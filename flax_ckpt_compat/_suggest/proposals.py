@@ -220,7 +220,7 @@ def _kept(pairing: Pairing, state: State) -> State:
     if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
         return state  # this is another model
     groups: dict[str, list[Path]] = {}
-    for path in topmost(pairing.target, lacking):
+    for path in filter(joined, topmost(pairing.target, lacking)):  # no pattern names a child called ""
         there, wanted = node_at(state.tree, path), node_at(pairing.target, path)
         reason = "stored with other shapes" if there is not None else "nothing is stored there"
         if there is not None and not isinstance(there, Branch) and not isinstance(wanted, Branch):

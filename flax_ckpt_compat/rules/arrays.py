@@ -357,7 +357,7 @@ def _filling(value: Any, own: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     """Return an array to pad with: the target's own, of this shape and kind of dtype, or a number in the dtype."""
     kind = _kind_of(dtype)
     if isinstance(value, str):
-        found = "abstract, without values" if hasattr(own, "shape") else "not an array"
+        found = f"a {type(own).__name__}"
         if isinstance(own, np.ndarray) or (is_jax_array(own) and own.is_fully_addressable):
             found = f"{own.dtype}{list(own.shape)}"
             if tuple(own.shape) == shape and (_kind_of(np.dtype(own.dtype)) == kind if kind else own.dtype == dtype):

@@ -39,10 +39,11 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         texts = {path: match[1] or "none" for path, match in nodes.items()}
         numbers = {path: int(text) if re.fullmatch(r"\d{1,99}", text) else math.inf for path, text in texts.items()}
         order = sorted(nodes, key=lambda path: numbers[path])
-        for path, number in zip(order, itertools.count(first)):
-            if numbers[path] != number:
-                expected = f"expected consecutive ones from first={first} on, each once; match only these"
-                raise misfit(path, f"is one of {show_path(place)} with numbers {one_line(texts.values())}, {expected}")
+        if [numbers[path] for path in order] != [*range(first, first + len(nodes))]:
+            wrong = next(path for path, number in zip(order, itertools.count(first)) if numbers[path] != number)
+            found = one_line(text if len(text) < 20 else f"{text[:9]}…" for text in texts.values())
+            expected = f"expected consecutive ones from first={first} on, each once; match only one row of them"
+            raise misfit(wrong, f"is one of {show_path(place)} with numbers {found}, {expected}")
         return order
 
     def widened(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -67,10 +68,17 @@ def unstack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0
     if into.count("{}") != 1:
         raise TransformError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
-    def names(count: int) -> list[str]:
+    def names(start: Path, lengths: dict[Path, int]) -> list[str]:
+        count = next(iter(lengths.values()), 0)
+        if not count or {*lengths.values()} != {count}:
+            found = one_line(f"{show_path(path)}: {length}" for path, length in lengths.items()) or "no arrays"
+            raise TransformError(
+                f"the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; found "
+                f"{found}. Match only what is stacked, or name its axis"
+            )
         return [into.replace("{}", str(first + number)) for number in range(count)]
 
-    return _dividing(trees, pattern, axis, names, lambda length: [1] * length, squeeze=True)
+    return _dividing(trees, pattern, axis, names, lambda _, count: [1] * count, squeeze=True)
 
 
 @rule
@@ -108,18 +116,18 @@ def split(trees: Trees, pattern: str, into: Sequence[str], axis: int = -1, sizes
     if not into or (sizes is not None and len(sizes) != len(into)):
         raise TransformError(f"expected a list of names, and as many sizes if any; got sizes {sizes}")
 
-    def lengths(length: int) -> Sequence[int]:
-        found = [length // len(into)] * len(into) if sizes is None else sizes
+    def lengths(length: int, count: int) -> Sequence[int]:
+        found = [length // count] * count if sizes is None else sizes
         if sum(found) != length or min(found) < 0:
-            parts = f"{len(into)} equal parts" if sizes is None else f"parts of {list(sizes)}"
+            parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
             raise ValueError(f"it has length {length} on the axis, which is not {parts}")
         return found
 
-    return _dividing(trees, pattern, axis, lambda _: into, lengths)
+    return _dividing(trees, pattern, axis, lambda *_: into, lengths)
 
 
-NamesOf = Callable[[int], Sequence[str]]
-SizesOf = Callable[[int], Sequence[int]]
+NamesOf = Callable[[Path, dict[Path, int]], Sequence[str]]
+SizesOf = Callable[[int, int], Sequence[int]]
 Part = Callable[[tuple[int, ...]], tuple[int, tuple[int, ...]]]
 Nodes = dict[Path, re.Match[str]]  # those that match, by key path
 
@@ -208,34 +216,32 @@ def _concatenated(leaves: list[Any], part: Part) -> Derived:
 def _dividing(trees: Trees, pattern: str, axis: int, names: NamesOf, sizes: SizesOf, *, squeeze: bool = False) -> Node:
     """Divide the matching nodes on an axis, which goes with ``squeeze``.
 
-    ``names`` takes the number of parts, ``sizes`` the length of an array, whose parts have these."""
-
-    def slices(path: Path, leaf: Any) -> list[Node]:
-        with _edit_tree.fitting(path, leaf):
-            at, length = _edit_tree.axis_of(axis, leaf.shape if is_array(leaf) else ())
-            stops = [*itertools.accumulate(sizes(length), initial=0)]
-            return [
-                _edit_tree.axis_slice(leaf, at, *sides, f"part {number} of {len(stops) - 1}", squeeze=squeeze)
-                for number, sides in enumerate(itertools.pairwise(stops))
-            ]
+    ``names`` takes a node's key path and the lengths of its arrays, ``sizes`` a length and the number of parts."""
 
     def divided(tree: Node, found: dict[Path, Nodes]) -> Node:
-        new: dict[Path, list[tuple[Path, Node]]] = {}
+        ends: dict[Path, list[Path]] = {}
         for place, start in ((place, start) for place, nodes in found.items() for start in nodes):
-            leaves = dict(iter_leaves(node_at(tree, start), start))
-            parts = {path: slices(path, leaf) for path, leaf in leaves.items() if not _has_no_value(leaf)}
-            counts = {len(one) for one in parts.values()} or {len(names(0))}
-            if counts == {0} or len(counts) > 1:
-                counted = one_line(f"{show_path(path)}: {len(one)}" for path, one in parts.items()) or "no arrays"
-                raise TransformError(
-                    f"the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; found "
-                    f"{counted}. Match only what is stacked, or name its axis"
-                )
-            ends = [(*place, *_patterns.new_names(name)) for name in names(counts.pop())]
-            for path, leaf in leaves.items():
-                places = [(*end, *path[len(start) :]) for end in ends]
-                new[path] = [*zip(places, parts.get(path, [leaf] * len(ends)), strict=True)]
-        return _edit_tree.rebuild(tree, lambda path, leaf: new.get(path, [(path, leaf)]))
+            lengths: dict[Path, int] = {}
+            for path, leaf in iter_leaves(node_at(tree, start), start):
+                if not _has_no_value(leaf):
+                    with _edit_tree.fitting(path, leaf):
+                        _, lengths[path] = _edit_tree.axis_of(axis, leaf.shape if is_array(leaf) else ())
+            ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
+
+        def new_leaves(path: Path, leaf: Any) -> Iterator[tuple[Path, Node]]:
+            start = _edit_tree.prefix_in(path, ends)
+            new = [path] if start is None else [(*end, *path[len(start) :]) for end in ends[start]]
+            if start is None or _has_no_value(leaf):
+                yield from ((end, leaf) for end in new)
+                return
+            with _edit_tree.fitting(path, leaf):
+                (at, length), stop = _edit_tree.axis_of(axis, leaf.shape), 0
+                for number, (end, size) in enumerate(zip(new, sizes(length, len(new)), strict=True)):
+                    begin, stop = stop, stop + size
+                    how = f"part {number} of {len(new)}"
+                    yield end, _edit_tree.axis_slice(leaf, at, begin, stop, how, squeeze=squeeze)
+
+        return _edit_tree.rebuild(tree, new_leaves)
 
     return _inner_first(trees, pattern, divided)
 

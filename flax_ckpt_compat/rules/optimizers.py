@@ -180,8 +180,8 @@ class _Group:
         lines = []
         for state, source in pairs[:4]:
             here, there = state.path, source.path
-            # The outermost paths that differ.
-            while here and there and here[-1] == there[-1] and here[:-1] != there[:-1]:
+            # The outermost paths that hold no other state, which a rule for more would begin anew.
+            while here and there and here[-1] == there[-1] and self._holds_one(here[:-1], there[:-1]):
                 here, there = here[:-1], there[:-1]
             paths = dict.fromkeys((show_path((*self.at_path, *here)), show_path((*self.start, *there))))
             lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
@@ -190,6 +190,10 @@ class _Group:
             f"{' or '.join(lines)}; use from_target for one that starts anew",
             leaf=show_path((*self.at_path, *pairs[0][0].path)),
         )
+
+    def _holds_one(self, here: Path, there: Path) -> bool:
+        both = ((here, self.wanted), (there, self.stored))
+        return all(sum(one.path[: len(path)] == path for one in states) == 1 for path, states in both)
 
 
 def _places(states: list[_State]) -> dict[_State, tuple[Path, int, int]]:

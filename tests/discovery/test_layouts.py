@@ -303,6 +303,16 @@ def test_what_convert_writes_is_read_back(tmp_path: Path, name: str) -> None:
     assert_same(flax_ckpt_compat.restore(tmp_path / "again"), tree)
 
 
+def test_names_of_many_levels(tmp_path: Path) -> None:
+    """A file of arrays may nest deeper than half of Python's recursion limit."""
+    np.savez(tmp_path / "p.npz", **{"/".join("a" * 600): np.ones(2)})
+    assert not flax_ckpt_compat.diff(tmp_path / "p.npz", tmp_path / "p.npz").differences
+    found = flax_ckpt_compat.restore(tmp_path / "p.npz")
+    for _ in range(600):
+        found = found["a"]
+    assert found.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("tree", [np.arange(3), *({"w" * n: np.ones(1)} for n in (372, 628, 884))], ids=len)
 def test_headers_that_look_like_something_else(tree: Any, tmp_path: Path) -> None:
     """The whole tree may be one array; the lengths begin with the byte of a map or of an array of Flax."""

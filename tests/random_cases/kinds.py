@@ -50,7 +50,6 @@ KINDS = (
     Kind("plan-against-restore", plans.CASES, plans.check),
     Kind("saves-against-flax", saves.SEPARATE, saves.check_separate),
     Kind("saves-of-overlapping-prefixes", saves.OVERLAPPING, saves.check_overlapping),
-    Kind("orbax-reads-ours", st.tuples(orbax.TREES), _inner(orbax.test_real_orbax_reads_what_we_write)),
-    Kind("ours-reads-orbax", st.tuples(orbax.TREES), _inner(orbax.test_we_read_what_real_orbax_writes)),
+    Kind("orbax-and-ours", st.tuples(orbax.TREES), _inner(orbax.test_real_orbax_and_we_read_each_other)),
     Kind("certain-proposals", proposals.CASES, proposals.check),
 )

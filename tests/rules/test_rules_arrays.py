@@ -183,11 +183,11 @@ def test_the_targets_values_have_to_fit() -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        (jax.ShapeDtypeStruct((4, 3), np.float32), "abstract, without values"),
+        (jax.ShapeDtypeStruct((4, 3), np.float32), "a ShapeDtypeStruct"),
         (np.zeros((5, 3), np.float32), r"\[5, 3\], which does not become float32\[4, 3\]"),
         (np.zeros((4, 3), np.int32), "int32"),
-        (3.5, "is not an array"),
-        (None, "is not an array"),
+        (3.5, "is a float"),
+        (None, "is a NoneType"),
     ],
 )
 def test_pad_from_a_target_that_does_not_fit(own: Any, message: str) -> None:

@@ -168,6 +168,8 @@ def test_containers_survive() -> None:
         assert node.container is Container.LIST, rule
     swapped = rules.rename({"a": "b", "b": "a"}).apply(stored({"a": [], "b": {"c": 1}}), None)
     assert swapped.children["b"].container is Container.LIST
+    joined = rules.move("y/0/a", "x/0/a").apply(stored({"x": [None], "y": {"0": {"a": 1}, "1": 2}}), None)
+    assert joined.children["x"].container is Container.LIST
     for rule, expected in (
         (rules.rename({"x/0": "y/0", "y/0": "x/0"}), Container.TUPLE),
         (rules.rename({"x": "y", "y": "x"}), Container.LIST),

@@ -319,6 +319,17 @@ def test_names_that_do_not_tell_are_refused(name: str, flag: bool, tmp_path: Pat
         assert origins(entry) == number, line
 
 
+def test_a_proposal_for_one_state_leaves_others(flag: bool, tmp_path: Path) -> None:
+    """The rule in the error is for the state that is ambiguous alone: those of other parameters go on."""
+    others = {"z": jnp.ones(7)}
+    old = {"x": numbered(1), "y": numbered(2), "k": numbered(3, params=others)}
+    path, target = written({"opt": old}, flag, tmp_path), {"opt": {"0": fresh()[0], "k": fresh(params=others)}}
+    with pytest.raises(TransformError, match="fit equally well") as caught:
+        restored(path, target, rules.optimizer_state("opt"))
+    line = re.findall(r"rules\.optimizer_state\('[^)]*\)", str(caught.value))[0]
+    assert origins(restored(path, target, eval(line, {"rules": rules}))["opt"]) == {"0": 1, "k": 3}
+
+
 def test_equal_names_tell(flag: bool, tmp_path: Path) -> None:
     """Each takes that of its own name, in any order, inside other wrappers than before, too."""
     path = written({"opt": {"gen": numbered(1, MULTI), "disc": numbered(2), "extra": numbered(3)}}, flag, tmp_path)

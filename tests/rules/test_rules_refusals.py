@@ -43,7 +43,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     (
         {f"layer_{'9' * 5000}": count((1,)), "layer_0": count((1,))},
         STACK,
-        "layer_9+ is one of <root> .*match only these",
+        "layer_9+ is one of <root> .*match only one row",
     ),
     ({"layer_0": {"w": count((1,))}, "layer_a": {"w": count((1,))}}, rules.stack("layer_(.)", "x", first=-1), "0, a"),
     (layers({"w": count((1,))}, {"w": count(())}), rules.stack(r"layer_(\d)", "x", axis=1), "layer_1/w is .*no axis 1"),
@@ -52,6 +52,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     ({"x": {"a": count((2,)), "b": np.float32(1)}}, rules.unstack("x", "x_{}"), "x/b is .*no axis 0"),
     ({"x": {"a": count((2,)), "b": 1}}, rules.unstack("x", "x_{}"), "x/b is a stored int"),
     ({"x": {}}, rules.unstack("x", "x_{}"), "need one length on axis 0"),
+    ({"x": {"a": count((2,)), "b": np.broadcast_to(np.int8(1), 10**7)}}, rules.unstack("x", "x_{}"), "need one length"),
     ({"x": count((0, 2))}, rules.unstack("x", "x_{}"), "need one length on axis 0"),
     (SMALL, rules.unstack("y", "y_{}"), "matches nothing"),
     ({"q": count((2, 3)), "k": count((2, 3), np.float16)}, rules.fuse(["q", "k"], "qk"), r"k is float16\[2, 3\]"),
