@@ -41,8 +41,9 @@ def test_we_save_every_kind(writer: str, folder: Path) -> None:
     assert accepted(writer, folder) == tuple(TREES)
 
 
-# By default: ours with each other, and with Flax's.
+# By default: ours with each other, and with Flax's; and what real Orbax reads of ours.
 QUICK = {(one, other) for one in OURS for other in (*OURS, "flax on")} | {("flax on", one) for one in OURS}
+QUICK |= {("ours on", "PyTree"), ("ours on", "v1")}
 PAIRS = [
     pytest.param(writer, reader, marks=() if (writer, reader) in QUICK else pytest.mark.slow)
     for writer in EVERYBODY

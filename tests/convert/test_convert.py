@@ -2,9 +2,11 @@
 
 import filecmp
 import functools
+import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tracemalloc
@@ -33,9 +35,10 @@ from flax_ckpt_compat import checkpoints, errors, rules
 from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.both_formats.test_corpus import assert_equal
 from tests.support import corpus
+from tests.support.layouts import assert_same
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
-from tests.support.saves import save_items
+from tests.support.saves import names, save_items
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
@@ -59,14 +62,6 @@ def flax_run(directory: Path, *steps: int, use_orbax: bool = False) -> None:
     with nullcontext() if use_orbax else pytest.warns(DeprecationWarning):
         for step in steps:
             flax_checkpoints.save_checkpoint(directory.absolute(), state(step), step, keep=99)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Two trees have the same structure and the same bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        left, right = np.asarray(one), np.asarray(other)
-        assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
 
 
 def identities(directory: Path) -> dict[Path, tuple[int, ...]]:
@@ -142,20 +137,6 @@ def test_v1_steps_restore_with_defaults(tmp_path: Path) -> None:
     assert v1.metadata(step).metadata["params"]["Dense_0"]["kernel"].shape == (3, 4)
 
 
-def test_safetensors_hold_arrays_by_dotted_names(tmp_path: Path) -> None:
-    """Real safetensors reads every array; numbers and empty containers are kept beside them."""
-    flax_run(tmp_path / "src", 3)
-    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
-    found = safetensors.numpy.load_file(tmp_path / "dst" / "checkpoint_3.safetensors")
-    assert_same(found["params.Dense_0.kernel"], state(3).params["Dense_0"]["kernel"])
-    assert_same(found["params.Dense_0.bias"], state(3).params["Dense_0"]["bias"])
-    assert {name for name in found if name.startswith("opt_state")} == {
-        "opt_state.1.0.count",
-        *(f"opt_state.1.0.{moment}.Dense_0.{leaf}" for moment in ("mu", "nu") for leaf in ("kernel", "bias")),
-    }
-    assert "step" not in found
-
-
 @needs("safetensors", 0, 8, 0, why="knows fewer dtypes")
 def test_safetensors_hold_arrays_and_numpy_scalars_and_note_the_rest(tmp_path: Path) -> None:
     """Real safetensors knows each dtype, shape and the bytes; what other programs do not see is named."""
@@ -164,12 +145,12 @@ def test_safetensors_hold_arrays_and_numpy_scalars_and_note_the_rest(tmp_path: P
     arrays = {dtype: np.arange(1, 7).reshape(2, 3).astype(dtype) for dtype in dtypes} | {"int16": np.ones((0, 3), "i2")}
     scalars = {"scale": np.float32(2.5), "count": np.int8(3)}
     rest = {"lr": 0.5, "step": 7, "name": "run", "none": None}
-    flax_ckpt_compat.save(tmp_path / "src", arrays | scalars | rest, format="orbax")
+    flax_ckpt_compat.save(tmp_path / "src", {"of": {"a": arrays | scalars}, **rest}, format="orbax")
     (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
     found = dict(safetensors.deserialize((tmp_path / "dst").read_bytes()))
     names = {**dtypes, "int16": "I16", "scale": "F32", "count": "I8"}
     assert found == {
-        name: {"dtype": names[name], "shape": list(np.shape(array)), "data": bytearray(array.tobytes())}
+        f"of.a.{name}": {"dtype": names[name], "shape": list(np.shape(array)), "data": bytearray(array.tobytes())}
         for name, array in (arrays | scalars).items()
     }
     (note,) = done.notes
@@ -196,6 +177,20 @@ def test_safetensors_refuse_what_they_cannot_hold(tmp_path: Path, name: str, lea
     with pytest.raises(errors.ConversionError, match=why):
         flax_ckpt_compat.convert(tmp_path / "src" / "a", tmp_path / "dst", "safetensors")
     assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_each_failure_is_told(tmp_path: Path, dry_run: bool) -> None:
+    """Of a damaged source, and of an unfinished one; a dry run opens them, too, and writes nothing."""
+    flax_run(tmp_path / "src", 1)
+    for step, content in ((2, b"\x81"), (3, b"")):
+        (tmp_path / "src" / f"checkpoint_{step}").write_bytes(content)
+    told = r"(?s)2 of 3 .*checkpoint_2.*checkpoint_3 .*the file is empty"
+    with pytest.raises(errors.ConversionError, match=told) as caught:
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", dry_run=dry_run)
+    statuses = [result.status for result in caught.value.conversions]
+    assert statuses == ["planned" if dry_run else "converted", "failed", "failed"]
+    assert names(tmp_path / "dst") == ([] if dry_run else ["checkpoint_1"])
 
 
 def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -245,27 +240,22 @@ def test_a_tree_of_runs_keeps_its_places(tmp_path: Path) -> None:
 
 
 def test_what_exists_is_refused_or_compared(tmp_path: Path) -> None:
-    """Nothing is replaced; to resume keeps a result that equals its source, and refuses one that does not."""
+    """Nothing is replaced; to resume keeps a result that equals its source, and refuses other values or formats."""
     flax_run(tmp_path / "src", 1, 2)
     flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=1)
     with pytest.raises(errors.ConversionError, match=r"1 of 2 .*\n.*checkpoint_1 exists, and nothing is replaced"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax")
     done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", resume=True)
     assert [result.status for result in done] == ["kept", "kept"]
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "file", "msgpack")
+    for there, to, dry_run in itertools.product(("dst", "file"), ("msgpack", "orbax"), (False, True)):
+        if there != {"orbax": "dst", "msgpack": "file"}[to]:  # who needs the format could not open them
+            with pytest.raises(errors.ConversionError, match="so not of"):
+                flax_ckpt_compat.convert(tmp_path / "src", tmp_path / there, to, resume=True, dry_run=dry_run)
     flax_ckpt_compat.save(tmp_path / "src" / "checkpoint_2", state(3), format="msgpack", overwrite=True)
     with pytest.raises(errors.ConversionError, match="params/Dense_0/kernel has other values") as caught:
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", resume=True)
     assert [result.status for result in caught.value.conversions] == ["kept", "failed"]
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize(("there", "to"), [("orbax", "msgpack"), ("msgpack", "orbax")])
-def test_to_resume_refuses_another_format(tmp_path: Path, there: Any, to: Any, dry_run: bool) -> None:
-    """The same values in the other format are no result: who needs the format could not open them."""
-    flax_ckpt_compat.save(tmp_path / "src", {"w": np.ones(2)}, step=1, format="msgpack")
-    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", there)
-    with pytest.raises(errors.ConversionError, match="so not of"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True, dry_run=dry_run)
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
@@ -283,16 +273,6 @@ def test_to_resume_compares_custom_metadata(tmp_path: Path, to: str) -> None:
             assert kept.status == "kept"
     with pytest.raises(errors.ConversionError, match="custom metadata is other JSON"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True)
-
-
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    """It opens the sources, and reports what would be done, and what could not."""
-    flax_run(tmp_path / "src", 1)
-    (tmp_path / "src" / "checkpoint_2").write_bytes(b"\x81")
-    with pytest.raises(errors.ConversionError, match="checkpoint_2") as caught:
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", dry_run=True)
-    assert [result.status for result in caught.value.conversions] == ["planned", "failed"]
-    assert not (tmp_path / "dst").exists()
 
 
 def test_a_target_gives_the_containers(tmp_path: Path) -> None:
@@ -358,17 +338,6 @@ def test_transforms_give_what_restore_gives(tmp_path: Path, to: str) -> None:
         assert_same(flax_ckpt_compat.restore(tmp_path / "b"), expected)
 
 
-def test_names_and_steps_that_managers_do_not_have(tmp_path: Path) -> None:
-    """Steps that are no whole number, and two for one place, are refused; others are converted."""
-    for name in ("checkpoint_1", "checkpoint_0.5", "other_7", "checkpoint_7"):
-        flax_ckpt_compat.save(tmp_path / "src" / name, {"a": 1}, format="msgpack")
-    with pytest.raises(errors.ConversionError, match="3 of 4") as caught:
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
-    text = str(caught.value)
-    assert "ArgumentError: " in text and "checkpoint_0.5: its step is 0.5" in text
-    assert text.count("would be converted to") == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -418,12 +387,15 @@ def test_steps_choose(tmp_path: Path, step: Any, chosen: Any) -> None:
 
 
 STEPS = {"checkpoint_1": 1, "ckpt-10": 10, "v1.11": 11, "2024-05-01_2": 2, "exp3e_3": 3, "a_7.0": 7, "12": 12}
+TWICE = ("checkpoint_8", "other_8")
 NO_STEPS = ("pi0", "2024-05-01", "v1json2", "run-2024-05-01", "epoch10", "run_2024_05_01", "12-30")
 
 
 def test_names_with_a_step_and_without(tmp_path: Path) -> None:
-    """A dash is no sign, digits of a prefix are no part of a step, and models and dates are none; the advice works."""
-    for name in (*STEPS, *NO_STEPS):
+    """A dash is no sign, digits of a prefix are no part of a step, and models and dates are none; the advice works.
+
+    Steps that are no whole number, and two for one place, are refused."""
+    for name in (*STEPS, *NO_STEPS, "checkpoint_0.5", *TWICE):
         flax_ckpt_compat.save(tmp_path / "src" / name, {"a": 1}, format="msgpack")
     with pytest.raises(errors.ConversionError) as caught:
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
@@ -431,6 +403,9 @@ def test_names_with_a_step_and_without(tmp_path: Path) -> None:
         name = Path(done.source).name
         if name in STEPS:
             assert (done.status, Path(done.destination).name) == ("converted", str(STEPS[name])), name
+        elif name == "checkpoint_0.5" or name in TWICE:
+            why = "would be converted to" if name in TWICE else "checkpoint_0.5: its step is 0.5"
+            assert re.match(f"ArgumentError: .*{why}", str(done.error)), name
         else:
             assert "its name has no step" in str(done.error) and "(step=5, --step 5)" in str(done.error), name
     one = tmp_path / "src" / "pi0"
@@ -575,18 +550,6 @@ def test_a_damaged_source_is_named(tmp_path: Path, to: Any, kind: str, damage: C
     assert result.source in str(result.error) and "a.b" in str(result.error).replace("a/b", "a.b")
     assert "dst" not in str(result.error) and "check the disk" not in str(result.error)
     assert not list((tmp_path / "dst").glob("*"))
-
-
-def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An unfinished checkpoint among others is an error of its own."""
-    flax_run(tmp_path / "src", 1)
-    (tmp_path / "src" / "checkpoint_2").touch()
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(errors.ConversionError, match=r"checkpoint_2 .*the file is empty"),
-    ):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax")
-    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")

@@ -27,9 +27,8 @@ from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
-from tests.support.saves import use_flag
+from tests.support.saves import before_publish
 
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
 WRITER = """
@@ -314,18 +313,22 @@ def test_a_temporary_that_is_made_anew_while_it_is_cleaned(
     temporaries.release(path)
 
 
+@pytest.mark.parametrize("when", ["hold", "_open"])
 def test_a_temporary_that_is_cleaned_before_it_is_locked(
-    kind: str, final: str, monkeypatch: pytest.MonkeyPatch
+    when: str, kind: str, final: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made again: its writer never writes to what was removed."""
-    real, cleaned = temporaries.hold, list[str]()
+    """It is made again, also where it was opened before: its writer never writes to what was removed."""
+    real, cleaned = getattr(temporaries, when), list[str]()
 
-    def late(path: str) -> bool:
-        if not cleaned:
-            cleaned.extend(atomic.remove_stale(os.path.dirname(final)))
-        return real(path)
+    def late(path: str) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(temporaries, when, real)
+            found = real(path) if when == "_open" else None
+            if not cleaned:
+                cleaned.extend(atomic.remove_stale(os.path.dirname(final)))
+            return real(path) if found is None else found
 
-    monkeypatch.setattr(temporaries, "hold", late)
+    monkeypatch.setattr(temporaries, when, late)
     temporary = temporaries.temporary_path(final)
     make(temporary, "new", kind)
     assert cleaned == [os.path.basename(temporary)] and read(temporary) == "new"
@@ -456,27 +459,13 @@ def test_answers_are_those_of_os_path(ask, tmp_path):
 PAIRS = list(itertools.product(Format, repeat=2))
 
 
-@pytest.fixture
-def both_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has written waits until the other has, too, so that both have passed the check before."""
-    meeting = threading.Barrier(2, timeout=30)
-    for format in Format:
-        backend = backend_for(format)
-        monkeypatch.setattr(backend, "write", _then(backend.write, meeting.wait))
-
-
-def _then(write: Callable[..., None], wait: Callable[[], Any]) -> Callable[..., None]:
-    def write_and_wait(*args: Any) -> None:
-        write(*args)
-        wait()
-
-    return write_and_wait
-
-
-@pytest.mark.usefixtures("both_written")
 @pytest.mark.parametrize("pair", PAIRS)
-def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Format, Format]) -> None:
+def test_one_of_two_saves_of_a_step_is_refused(
+    tmp_path: Path, pair: tuple[Format, Format], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a step that exists is refused; what is restored is the tree of the one that said that it saved."""
+    both_have_written = threading.Barrier(2, timeout=30)  # so both have passed the check before
+    before_publish(monkeypatch, lambda _: both_have_written.wait())
 
     def save(number: int) -> str:
         tree = {"n": number, "v": np.full(3, number)}
@@ -490,27 +479,6 @@ def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Forma
     assert isinstance(refused, errors.InvalidCheckpointError)
     assert "exists; pass overwrite=True" in str(refused)
     assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == failed.index(None)
-    assert os.listdir(tmp_path) == ["checkpoint_1"]
-
-
-@pytest.mark.parametrize("format", Format)
-def test_a_folder_of_something_else_that_appears_during_a_save_stays(
-    tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also an overwrite replaces only checkpoints, and looks again before it does."""
-    model = tmp_path / "checkpoint_1"
-
-    def download() -> None:
-        model.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (model / name).write_text("{}")
-
-    backend = backend_for(format)
-    monkeypatch.setattr(backend, "write", _then(backend.write, download))
-    flag = format is Format.ORBAX
-    with use_flag(flag), pytest.raises(errors.InvalidCheckpointError, match="Hugging Face"):
-        checkpoints.save_checkpoint(tmp_path, {"n": 1}, 1, overwrite=True)
-    assert sorted(os.listdir(model)) == ["config.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["checkpoint_1"]
 
 

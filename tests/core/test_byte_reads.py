@@ -146,53 +146,22 @@ def test_reads_are_what_the_file_holds(sourced: Any, data: st.DataObject) -> Non
         assert all(content_of[source][at] == byte for at, byte in there.items())
 
 
-@pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[_ANY])
+@settings(max_examples=examples(300, 20), deadline=None, suppress_health_check=[_ANY])
 def test_a_file_that_ends_early_names_a_leaf_that_is_cut(sourced: Any, data: st.DataObject) -> None:
-    """One whose bytes are not all there; where all are there, there is no error."""
+    """One whose bytes are not all there; where all are there, there is no error, unless the rest of a run is lost."""
     content = data.draw(st.binary(min_size=1, max_size=3000), "content")
     cut = data.draw(st.integers(1, len(content)), "cut")
-    reads = drawn_reads(data, [sourced(content, cut)], len(content))
+    source = sourced(content, cut)
+    reads = drawn_reads(data, [source], len(content))
     lost = {show_path(read.owner) for read in reads if read.nbytes and read.offset + read.nbytes > cut}
     with limits(data), pytest.raises(CorruptCheckpointError) if lost else contextlib.nullcontext() as caught:
         read_runs(neighbours(reads), bool, refused)
     assert caught is None or caught.value.leaf in lost
-
-
-@pytest.mark.parametrize(
-    ("places", "named"),
-    [
-        ([(0, 3), (5, 0)], ""),  # an empty leaf behind the end is whole
-        ([(2, 5), (5, 0)], "0"),
-        ([(5, 2), (5, 0)], "0"),
-        ([(0, 4), (4, 4)], "1"),  # a leaf is whole that ends where the file does
-        ([(0, 4)], ""),
-    ],
-)
-@pytest.mark.parametrize("has_memory", [True, False])
-def test_the_leaf_is_named_that_a_file_cuts(
-    places: list[tuple[int, int]], named: str, has_memory: bool, tmp_path: Path
-) -> None:
-    """No other, and none where only the rest of a run is lost."""
-    (tmp_path / "file").write_bytes(b"abcd")
-    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
-        targets = [memoryview(bytearray(length)) if has_memory else None for _, length in places]
-        reads = [
-            Read(source, at, length, (str(number),), target, number)
-            for number, ((at, length), target) in enumerate(zip(places, targets, strict=True))
-        ]
-        delivered = dict[int, bytes]()
-        with pytest.raises(CorruptCheckpointError) if named else contextlib.nullcontext() as caught:
-            read_runs(neighbours(reads), into(delivered), refused)
-        assert caught is None or caught.value.leaf == named
-        found = {number: bytes(target or b"") for number, target in enumerate(targets)} if has_memory else delivered
-        assert named or found == {number: b"abcd"[at:][:length] for number, (at, length) in enumerate(places)}
-        ended = list[Read | None]()
-        if all(length for _, length in places):
-            with pytest.raises(EOFError):
-                read_runs([Run(source, 0, 8, reads)], bool, lambda read: ended.append(read) or EOFError())
-            assert [read and show_path(read.owner) for read in ended] == [named or None]
+    ended, wanted = list[Read | None](), [read for read in reads if read.nbytes]
+    with pytest.raises(EOFError):
+        read_runs([Run(source, 0, len(content) + 1, wanted)], bool, lambda read: ended.append(read) or EOFError())
+    assert all(show_path(read.owner) in lost if read else not lost for read in ended)
 
 
 @given(data=st.data())

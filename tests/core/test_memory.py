@@ -13,6 +13,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat._core import array_boxes, memory
+from tests.support import spread
 from tests.support.interpreters import run_python
 
 _LIMITED = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS counts elsewhere otherwise")
@@ -83,13 +84,18 @@ def test_an_empty_box_intersects_no_chunk() -> None:
 @_LIMITED
 @pytest.mark.parametrize(
     ("format", "loaded", "left"),
-    [("msgpack", "no", 30), ("orbax", "no", 60), ("orbax", "loaded", 60), ("npz", "loaded", 60)],
+    [("msgpack", "no", 30), ("orbax", "no", 60), *((format, "loaded", 60) for format in ("orbax", "npz", "gda"))],
 )
 def test_too_little_memory_has_a_name(format: str, loaded: str, left: int, tmp_path: Path) -> None:
     """Nothing aborts, and a sound checkpoint is not called corrupt: 96 MB fit into no such limit."""
-    np.savez(tmp_path / "npz.npz", a=np.zeros(12_000_000))
-    for name, count in (("small", 2), ("large", 12_000_000)):
-        flax_ckpt_compat.save(tmp_path / name, {"a": np.zeros(count)}, format="msgpack" if format == "npz" else format)
-    told, _ = run_python(RESTORE, tmp_path, loaded, left, "npz.npz" if format == "npz" else "large")
+    large = {"a": np.zeros(12_000_000)}
+    flax_ckpt_compat.save(tmp_path / "small", {"a": np.zeros(2)}, format="orbax" if format == "orbax" else "msgpack")
+    if format == "npz":
+        np.savez(tmp_path / "large.npz", **large)
+    elif format == "gda":
+        spread.save(tmp_path / "large", {"a": spread.Spread(large["a"])})
+    else:
+        flax_ckpt_compat.save(tmp_path / "large", large, format=format)  # type: ignore[arg-type]
+    told, _ = run_python(RESTORE, tmp_path, loaded, left, "large.npz" if format == "npz" else "large")
     assert "there is no memory for " in told
     assert "raise the limit of this process (ulimit -v)" in told

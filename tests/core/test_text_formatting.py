@@ -27,12 +27,6 @@ EVIL = "w\x1b[2J\x9b31m\u202e\nERROR all is lost\r"
 TREE = {EVIL: np.arange(3), "plain": 1}
 
 
-def assert_printable(text: str) -> None:
-    """Nothing but printable characters and the message's own line breaks."""
-    assert text.replace("\n", "").isprintable(), ascii(text)
-    assert "\nERROR" not in text
-
-
 def test_what_is_escaped() -> None:
     """Control and format characters, surrogates and undecoded bytes; once is enough."""
     texts = ["a/é/日本 ok", "\x1b[31m", "\r\t\x00\x7f\x9b", "be\udcffst", "\ud800", "\u202eabc", "two\nlines"]
@@ -41,69 +35,43 @@ def test_what_is_escaped() -> None:
     assert printable("two\nlines", one_line=True) == r"two\nlines"
 
 
-def test_errors(flag: bool, tmp_path: Path) -> None:
-    """Messages about directories, leaves and targets; `path` and `leaf` stay exact."""
-    folder = tmp_path / EVIL
-    checkpoints.save_checkpoint(folder, TREE, 1)
+def test_messages(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Errors, logs, plans, open checkpoints and `ls`, on a terminal too; `path`, `leaf` and JSON stay exact."""
+    caplog.set_level(logging.INFO)
+    folder, empty = tmp_path / EVIL, tmp_path / f"{EVIL}2"
+    assert checkpoints.restore_checkpoint(empty, None) is None
+    for step in (1, EVIL):
+        checkpoints.save_checkpoint(folder, {"a\x1bb": 1, **TREE}, step)
+    checkpoints.restore_checkpoint(folder, {"plain": 0}, step=1)
     caught: list[Any] = []
     for call in (
         lambda: checkpoints.save_checkpoint(folder, TREE, 1),
         lambda: checkpoints.save_checkpoint(folder, {EVIL: object()}, 2),
         lambda: checkpoints.restore_checkpoint(folder, None, step=9),
         lambda: checkpoints.restore_checkpoint(folder, {EVIL + "2": 1, "plain": 2}),
-        lambda: restore(folder, {EVIL: np.zeros(5)}),
+        lambda: restore(folder, {EVIL: np.zeros(5)}, step=1),
         lambda: checkpoints.restore_checkpoint(folder, None, prefix=EVIL, step=1),
     ):
         with pytest.raises(errors.CheckpointError) as error:
             call()
         caught.append(error.value)
-        assert_printable(str(error.value))
         assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     assert caught[0].path == f"{folder}/checkpoint_1" and caught[1].leaf == EVIL
-
-
-def test_logs(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Every record, whatever handlers it goes to; a record that is printable keeps its parts."""
-    caplog.set_level(logging.INFO)
-    folder = tmp_path / EVIL.replace("\n", "")
-    checkpoints.restore_checkpoint(folder, None)
-    for step in (1, 2):
-        checkpoints.save_checkpoint(folder, {"a\x1bb": 1, "c": 2}, step)
-    checkpoints.restore_checkpoint(folder, {"c": 0})
+    plan, out = plan_restore(folder, {EVIL: np.zeros(3), EVIL + "2": 1}, step=1), io.StringIO()
+    rich.console.Console(file=out, width=200, force_terminal=False).print(plan)
+    with open_checkpoint(folder, step=1) as opened:
+        assert EVIL in opened.leaves()
+        texts = [*map(str, (*caught, plan)), out.getvalue(), repr(opened)]
+    listed, refused, near = (CliRunner().invoke(main, ["ls", f"{folder}{more}"]) for more in ("", "/none", "/w"))
+    assert len(listed.stdout.splitlines()) == 3 and refused.exit_code == 2 and "checkpoint_w" in near.stderr
     assert len(caplog.records) >= 3
-    for record in caplog.records:
-        assert_printable(record.getMessage())
+    texts += [listed.stdout, refused.stderr, near.stderr]
+    assert not any("\nERROR" in text for text in texts)
+    for text in (*texts, *(record.getMessage() for record in caplog.records)):
+        assert text.replace("\n", "").isprintable(), ascii(text)
     caplog.clear()
     logging.getLogger("flax_ckpt_compat").info("%s of %d", "one", 2)
-    assert caplog.records[0].args == ("one", 2)
-
-
-def test_plans_and_open_checkpoints(flag: bool, tmp_path: Path) -> None:
-    """As plain text and on a terminal."""
-    folder = tmp_path / EVIL.replace("\n", "")
-    checkpoints.save_checkpoint(folder, TREE, 1)
-    plan = plan_restore(folder, {EVIL: np.zeros(3), EVIL + "2": 1})
-    assert_printable(str(plan))
-    out = io.StringIO()
-    rich.console.Console(file=out, width=200, force_terminal=False).print(plan)
-    assert_printable(out.getvalue())
-    with open_checkpoint(folder) as opened:
-        assert_printable(repr(opened))
-        assert EVIL in opened.leaves()
-
-
-def test_ls(tmp_path: Path) -> None:
-    """One line for each name; JSON keeps the exact ones."""
-    checkpoints.save_checkpoint(tmp_path, {"a": 1}, EVIL)
-    shown = CliRunner().invoke(main, ["ls", str(tmp_path)])
-    assert_printable(shown.stdout)
-    assert len(shown.stdout.splitlines()) == 2
-    refused = CliRunner().invoke(main, ["ls", str(tmp_path / EVIL)])
-    assert refused.exit_code == 2
-    assert_printable(refused.stderr)
-    near = CliRunner().invoke(main, ["ls", str(tmp_path / "absent")])
-    assert "checkpoint_w" in near.stderr
-    assert_printable(near.stderr)
+    assert caplog.records[0].args == ("one", 2)  # a record that is printable keeps its parts
 
 
 def unfolded(text: str) -> Iterator[str]:

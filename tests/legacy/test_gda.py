@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND
 
-from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, OutOfMemoryError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
 
@@ -107,17 +106,3 @@ def test_an_array_that_is_replaced_after_the_file_was_opened(change, tmp_path):
     file.write_text(json.dumps(fields))
     with pytest.raises(CorruptCheckpointError, match=r"it is now .*, it was float32"):
         reader.read([handle])
-
-
-def test_an_array_for_which_there_is_no_memory(tmp_path, monkeypatch):
-    """It is not damaged, as the error said, which advised to copy the folder again."""
-
-    def refuse(*_):
-        raise OutOfMemoryError("there is no memory")
-
-    reader = BACKEND.open(location_of(_copy(_LEAF, tmp_path)))
-    handles = [leaf for _, leaf in iter_leaves(reader.tree) if getattr(leaf, "in_gda_folder", False)]
-    assert handles
-    monkeypatch.setattr(memory, "empty", refuse)
-    with pytest.raises(OutOfMemoryError):
-        reader.read(handles)

@@ -64,15 +64,6 @@ def test_no_flip_is_silent(saved: Path) -> None:
     np.testing.assert_array_equal(expected["w"], W)
 
 
-def test_the_error_names_the_leaf_and_the_folder(saved: Path) -> None:
-    """Of a chunk with another content."""
-    file = Path(f"{saved}_gda") / "v" / "0"
-    flip(file, file.stat().st_size - 1)
-    with pytest.raises(errors.ChecksumError, match=f"v: a chunk in {file.parent} is not what was saved") as caught:
-        restore(saved)
-    assert caught.value.leaf == "v"
-
-
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("name", DTYPES)
 def test_chunks_are_those_of_tensorstore(name: str, sums: bool, tmp_path: Path) -> None:
@@ -134,14 +125,21 @@ def test_a_plain_copy_is_verified(saved: Path, tmp_path: Path) -> None:
         restore(other / saved.name)
 
 
-def test_altered_metadata_is_read_if_nothing_is_to_be_verified(saved: Path) -> None:
-    """It would be read as numbers of another type."""
-    metadata = Path(f"{saved}_gda") / "w" / ".zarray"
-    metadata.write_text(metadata.read_text().replace("<f4", "<i4"))
-    with pytest.raises(errors.ChecksumError, match=f"w: {metadata} is not .* older step.*checksums='off'") as caught:
-        restore(saved)
-    assert caught.value.leaf == "w"
-    assert verify(saved).state == "damaged"
+def test_the_error_names_the_leaf_and_the_file(saved: Path) -> None:
+    """Of a chunk with another content, and of metadata, by which it would be numbers of another type."""
+    chunk, metadata = (Path(f"{saved}_gda", *names) for names in (("v", "0"), ("w", ".zarray")))
+    flip(chunk, chunk.stat().st_size - 1)
+    said = (
+        ("v", f"v: a chunk in {chunk.parent} is not what was saved"),
+        ("w", f"w: {metadata} is not .*older step.*checksums='off'"),
+    )
+    for leaf, text in said:
+        with pytest.raises(errors.ChecksumError, match=text) as caught:
+            restore(saved)
+        assert (caught.value.leaf, verify(saved).state) == (leaf, "damaged")
+        if leaf == "v":
+            flip(chunk, chunk.stat().st_size - 1)
+            metadata.write_text(metadata.read_text().replace("<f4", "<i4"))
     with config.override(checksums="off"):
         np.testing.assert_array_equal(restore(saved)["w"], W.view(np.int32))
 

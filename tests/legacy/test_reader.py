@@ -58,15 +58,6 @@ def test_file_cut_after_opening(save, size):
     assert caught.value.leaf == "a/w"
 
 
-@pytest.mark.usefixtures("in_windows")
-def test_file_replaced_after_opening(save):
-    """A reader goes on reading the file that it opened."""
-    path, other = save({"w": np.zeros(50000)}), save({"w": np.ones(50000)})
-    reader = BACKEND.open(location_of(path))
-    os.replace(other, path)
-    assert not reader.tree.children["w"].read().any()
-
-
 _KEY = {"__flax_ckpt_compat_prng_key__": "rbg", "data": np.zeros(2, np.uint32)}
 _CHUNKS = {
     "__msgpack_chunked_array__": True,

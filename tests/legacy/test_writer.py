@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND, encode, format
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.backend import Format, WriteOptions
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Shard, iter_leaves
+from flax_ckpt_compat._discovery.formats import backend_for
 from tests.support.profiles import examples
-from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint, state_dicts
+from tests.support.trees import fill, fingerprint, state_dicts
 
 
 @given(tree=state_dicts())
@@ -55,47 +55,6 @@ _EXAMPLES = {
 def test_examples_equal_flax(save, name):
     """What random trees seldom are is stored as Flax stores it."""
     assert save(_EXAMPLES[name]).read_bytes() == flax.serialization.to_bytes(_EXAMPLES[name])
-
-
-@pytest.mark.parametrize("dtype", [">i4", ">f8", ">c8", ">M8[s]", ">U2"])
-def test_foreign_byte_order(save, load, dtype):
-    """Big-endian arrays come back right, from us and from real Flax, which itself would mangle them."""
-    array = np.arange(1, 7).astype(dtype[1:]).astype(dtype).reshape(2, 3)
-    path = save({"a": array})
-    for restored in (load(path)["a"], flax.serialization.msgpack_restore(path.read_bytes())["a"]):
-        assert restored.dtype == array.dtype
-        np.testing.assert_array_equal(restored, array)
-
-
-def test_prng_key(save, load):
-    """A typed PRNG key is a dict of its implementation and its data for Flax, and a key for us."""
-    key = jax.random.key(3)
-    data = np.asarray(jax.random.key_data(key))
-    path = save({"k": KeyData("threefry2x32", jax.random.key_data(key))})
-    stored = flax.serialization.msgpack_restore(path.read_bytes())["k"]
-    assert stored[format.KEY_IMPL] == "threefry2x32"
-    np.testing.assert_array_equal(stored["data"], data)
-    assert fingerprint(load(path)) == fingerprint({"k": KeyData("threefry2x32", data)})
-
-
-def test_deep_tree(scratch):
-    """The deepest tree that is accepted can be written and read."""
-    path, plain, branches = scratch(), 7, 7
-    for _ in range(format.MAX_DEPTH - 1):
-        plain, branches = {"a": plain}, Branch({"a": branches})
-    BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions())
-    assert path.read_bytes() == msgpack.packb(plain)
-    ((names, leaf),) = iter_leaves(BACKEND.open(location_of(path)).tree)
-    assert (len(names), leaf.read()) == (format.MAX_DEPTH - 1, 7)
-
-
-def test_never_overwrites(save):
-    """Writing onto an existing file is refused and leaves it as it was."""
-    path = save({"a": 1})
-    before = path.read_bytes()
-    with pytest.raises(StorageError, match=str(path)):
-        BACKEND.write(str(path), Branch({"a": 2}), WriteOptions())
-    assert path.read_bytes() == before
 
 
 # Limits so small that arrays of a few bytes take every way that large ones take.
@@ -149,25 +108,6 @@ def test_arrays_equal_flax(save, load, monkeypatch, way):
     assert save(copies).read_bytes() == flax.serialization.to_bytes(dict.fromkeys(copies, array))
 
 
-@given(
-    st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple),
-    st.sampled_from(NUMPY_DTYPES + ML_DTYPES),
-    st.permutations(range(4)),
-    st.integers(1, 3),
-)
-def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
-    """Joined, they are what numpy makes of the array, whatever its strides; each is small, or one element."""
-    array = fill(shape, dtype, 1).transpose([axis for axis in order if axis < len(shape)])[::step]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "_BLOCK", 24)
-        pieces = list(encode.pieces(array))
-    assert b"".join(piece.tobytes() for piece in pieces) == array.tobytes()
-    assert array.flags.c_contiguous or all(piece.nbytes <= 24 or piece.size == 1 for piece in pieces)
-
-
-# What a file cannot hold.
-
-
 class _Int(int):
     """An int of another type, which Flax's strict packing refuses too."""
 
@@ -178,22 +118,26 @@ class _Str(str):
     __slots__ = ()
 
 
+# What no checkpoint can hold, and what a msgpack file alone cannot.
 _REFUSED = {
     "object": np.array([None]),
     "record": np.zeros(2, "i4,i4"),
     "void": np.zeros(2, "V2"),
     "void scalar": np.void(b"ab"),
     "masked": np.ma.array([1, 2], mask=[0, 1]),
-    "key": jax.random.key(0),
+    "abstract": jax.ShapeDtypeStruct((2,), jnp.float32),
     "int too large": 2**64,
     "int too small": -(2**63) - 1,
+    "set": {1},
+    "instance": object(),
+    "type": int,
+}
+_REFUSED_IN_A_FILE = {
+    "key": jax.random.key(0),
     "int subclass": _Int(1),
     "str subclass": _Str("a"),
     "surrogate": "\ud800",
     "tuple": (1, 2),
-    "set": {1},
-    "instance": object(),
-    "type": int,
     "placeholder": format.PLACEHOLDER + "a",
     "chunks": Branch(dict.fromkeys(format.CHUNK_KEYS, 1)),
     "prng": Branch(dict.fromkeys(format.KEY_KEYS, 1)),
@@ -203,24 +147,29 @@ _REFUSED = {
 }
 
 
-@pytest.mark.parametrize("leaf", _REFUSED.values(), ids=_REFUSED.keys())
-def test_refused_with_path(leaf):
-    """The error names the leaf by its key path."""
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*itertools.product(Format, _REFUSED), *((Format.MSGPACK, name) for name in _REFUSED_IN_A_FILE)],
+    ids=str,
+)
+def test_refused_with_path(backend, name):
+    """The error names the leaf by its key path; a bare leaf is the root."""
+    leaf, prepare = {**_REFUSED, **_REFUSED_IN_A_FILE}[name], backend_for(backend).prepare
     with pytest.raises(UnsupportedLeafError, match="params/x") as caught:
-        BACKEND.prepare(Branch({"a": 1, "params": Branch({"x": leaf})}))
+        prepare(Branch({"a": 1, "params": Branch({"x": leaf})}))
     assert caught.value.leaf.startswith("params/x")
-
-
-def test_bare_leaf():
-    """A bare leaf is named as the root."""
     with pytest.raises(UnsupportedLeafError, match="<root>"):
-        BACKEND.prepare(object())
+        prepare(object())
 
 
-def test_too_deep():
-    """A tree deeper than can be read back is refused."""
-    tree = 1
-    for _ in range(format.MAX_DEPTH):
-        tree = Branch({"a": tree})
+def test_deep_tree(scratch):
+    """The deepest tree that is accepted can be written and read; a deeper one is refused."""
+    path, plain, branches = scratch(), 7, 7
+    for _ in range(format.MAX_DEPTH - 1):
+        plain, branches = {"a": plain}, Branch({"a": branches})
+    BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions())
+    assert path.read_bytes() == msgpack.packb(plain)
+    ((names, leaf),) = iter_leaves(BACKEND.open(location_of(path)).tree)
+    assert (len(names), leaf.read()) == (format.MAX_DEPTH - 1, 7)
     with pytest.raises(UnsupportedLeafError, match="deeper"):
-        BACKEND.prepare(tree)
+        BACKEND.prepare(Branch({"a": branches}))

@@ -25,6 +25,7 @@ import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.backend import ArraySlice
+from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
@@ -67,6 +68,16 @@ def find(path: str | Path, array: np.ndarray[Any, Any]) -> tuple[Path, int]:
     needle = array.tobytes()[:64]
     found = [file for file in Path(path).rglob("*") if file.is_file() and needle in file.read_bytes()]
     return found[0], found[0].read_bytes().index(needle)
+
+
+def store_of(path: str | Path, prefix: str = "") -> Any:
+    """The database, or what it has of an array, by TensorStore."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/", "path": prefix}).result()
+
+
+def stored_metadata(path: str, name: str) -> dict[str, Any]:
+    """The ``zarr.json`` of an array."""
+    return json.loads(store_of(path, f"{name}/")["zarr.json"])
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -181,19 +192,29 @@ def test_errors_name_leaf_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert np.array_equal(opened.read("mid")["mid"], TREE["mid"])  # the other leaves are whole
 
 
-def test_an_array_that_changes_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("summing", "format", "size"),
+    [
+        ((BlockSums, "update"), "msgpack", MIB // 4),
+        ((BlockSums, "update"), "msgpack", 40 * MIB),
+        ((checksums, "of_blocks"), "orbax", 8 * MIB),
+    ],
+)
+def test_an_array_that_changes_while_it_is_written(
+    summing: tuple[Any, str], format: Any, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another thread writes to it just after its bytes were summed: these are the bytes that are written."""
-    array, of_blocks = np.zeros(1 << 20), checksums.of_blocks
+    array, real = np.zeros(size, np.uint8), getattr(*summing)
 
-    def sum_and_change(data: Any, *crc: Any) -> bytes:
-        found = of_blocks(data, *crc)
+    def sum_and_change(*arguments: Any) -> Any:
+        found = real(*arguments)
         array[...] = 9
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(checksums, "of_blocks", sum_and_change)
-        path = save(tmp_path / "c", {"a": array})
-    assert (array == 9).all() and not load(path)["a"].any()
+        patch.setattr(*summing, sum_and_change)
+        fcc.save(tmp_path / "c", {"a": array}, format=format)
+    assert (array == 9).all() and not fcc.restore(tmp_path / "c")["a"][0]
 
 
 def test_settings(tmp_path: Path) -> None:
@@ -214,17 +235,11 @@ def test_mapped_arrays_are_verified_when_asked(tmp_path: Path) -> None:
     assert fcc.verify(path).damaged
 
 
-def rewritten(path: Path, key: str, value: bytes) -> None:
-    """A key of the database, written by TensorStore."""
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
-    store[key] = value
-
-
 def test_what_others_write_is_no_damage(tmp_path: Path) -> None:
     """Values that another tool wrote later have no checksums, and the other leaves keep theirs."""
     path = saved(tmp_path / "c")
     changed = LARGE[::-1].copy()
-    rewritten(path, "large/0.0", changed.tobytes())
+    store_of(path)["large/0.0"] = changed.tobytes()
     assert np.array_equal(fcc.restore(path)["large"], changed)
     assert not fcc.verify(path).damaged
     file, at = find(path, TREE["mid"])
@@ -343,7 +358,7 @@ def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ocdbt_writer, "_COPY_BELOW_BYTES", 0)
     monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
     path = saved(tmp_path / "c", tree, compression=compression)
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+    store = store_of(path)
     if compression is None:
         assert store["a/1.1.0"] == np.pad(tree["a"][3:, 4:], ((0, 1), (0, 1), (0, 0))).tobytes()
     assert (len(store["zeros/0" if compression is None else "zeros/c/0"]) < 1024) == (compression == "zstd")
@@ -378,27 +393,15 @@ def test_records_of_older_releases(tmp_path: Path) -> None:
 ROWS = np.arange(300_900, dtype=np.float32).reshape(1003, 300)
 
 
-def stored_metadata(path: str, name: str) -> dict[str, Any]:
-    """The ``zarr.json`` of an array."""
-    spec = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
-    return json.loads(ts.KvStore.open(spec).result()["zarr.json"])
-
-
 def test_crc32c_is_zarrs_codec(tmp_path: Path) -> None:
-    """Small and large arrays are zarr v3 with the checksum last; zstd comes before it, where it pays."""
-    tree = {"small": np.arange(3.0), "large": ROWS}
+    """Small and large arrays are zarr v3 with the checksum last (RFC 3720); zstd comes before it, where it pays."""
+    tree = {"small": np.full(32, 255, np.uint8), "large": ROWS}
     for compression, names in [("crc32c", ["bytes", "crc32c"]), ("zstd", ["bytes", "zstd", "crc32c"])]:
         path = save(tmp_path / compression, tree, compression)
         assert json.loads((Path(path) / "_METADATA").read_text())["use_zarr3"] is True
         assert [codec["name"] for codec in stored_metadata(path, "large")["codecs"]] == names
         assert [codec["name"] for codec in stored_metadata(path, "small")["codecs"]] == ["bytes", "crc32c"]
-
-
-def test_the_inline_value_ends_with_the_checksum(tmp_path: Path) -> None:
-    """The test vector of RFC 3720: 32 bytes of ones have the CRC-32C 0x62a8ab43."""
-    path = save(tmp_path / "c", {"a": np.full(32, 255, np.uint8)}, "crc32c")
-    spec = {"driver": "ocdbt", "base": f"file://{path}/", "path": "a/"}
-    assert ts.KvStore.open(spec).result()["c/0"] == b"\xff" * 32 + struct.pack("<I", 0x62A8AB43)
+        assert store_of(path, "small/")["c/0"] == b"\xff" * 32 + struct.pack("<I", 0x62A8AB43)  # its test vector
 
 
 @pytest.mark.parametrize("shape", [(3,), (20, 20), (1000, 300)])
@@ -410,21 +413,14 @@ def test_a_flipped_bit_is_an_error_that_names_leaf_and_chunk(
     array = fill(shape, np.dtype(np.float32), 1)
     path = save(tmp_path / "c", {"inner": {"w": array}}, compression)
     if shape == (3,):
-        replace_inline(path, array)
+        store = store_of(path, "inner.w/")  # a node of the database has a checksum of its own
+        store["c/0"] = bytes([*store["c/0"][:5], store["c/0"][5] ^ 4, *store["c/0"][6:]])
     else:
         flip(*find(path, array))
     with pytest.raises(ChecksumError, match=r"'inner/w'.*inner\.w/c/0"):
         load(path)
     with pytest.raises(ValueError, match="Digest mismatch"):
         ocp.PyTreeCheckpointer().restore(path)
-
-
-def replace_inline(path: str, array: np.ndarray[Any, Any]) -> None:
-    """Flips a bit of an array inline in a node of the database, which has a checksum of its own."""
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/", "path": "inner.w/"}).result()
-    value = bytearray(store["c/0"])
-    value[5] ^= 4
-    store["c/0"] = bytes(value)
 
 
 def test_parts_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

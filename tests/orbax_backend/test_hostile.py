@@ -14,7 +14,7 @@ from flax_ckpt_compat.orbax_backend.ocdbt_encode import encode_index
 
 from flax_ckpt_compat import checkpoints, open_checkpoint, plan_restore, restore, verify
 from flax_ckpt_compat._core.backend import LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, KindMismatchError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import location_of
 from tests.support.orbax_trees import change_metadata, load, save
 
@@ -158,14 +158,6 @@ def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: di
     change_metadata(files, **changes)
     with pytest.raises(CorruptCheckpointError, match="_METADATA" if "tree_metadata" in changes else r"_METADATA|'a'"):
         load(files)
-
-
-def test_tree_metadata_of_endless_depth_is_an_error(files: Path) -> None:
-    """The interpreter's limit is told, not met."""
-    change_metadata(files, tree_metadata={"x": _entry(*[("a", 2)] * 5000)})
-    with pytest.raises(DepthError, match="nested too deeply") as caught:
-        load(files)
-    assert str(files) in str(caught.value)
 
 
 @pytest.mark.parametrize(

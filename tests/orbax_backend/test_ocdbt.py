@@ -142,12 +142,29 @@ def test_what_is_no_node_or_manifest_is_refused(tmp_path: Path, case: str, where
     assert str(path / file) in str(caught.value)
 
 
-def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
-    """40 KB of runs of zeros would be 1.3 GB."""
-    run = ((128 << 10) << 3 | 2).to_bytes(3, "little") + b"\0"
-    bomb = bytes.fromhex("28b52ffd0038") + run * 10_000 + b"\1\0\0"
-    path = made.write(tmp_path, [made.envelope(made.NODE, bomb, compression=1)])
-    with pytest.raises(CorruptCheckpointError, match=r"a Zstandard frame|at most"):
+RUN = ((128 << 10) << 3 | 2).to_bytes(3, "little") + b"\0"
+BOMB = bytes.fromhex("28b52ffd0038") + RUN * 10_000 + b"\1\0\0"  # 40 KB of runs of zeros, which would be 1.3 GB
+ONE = made.envelope(made.NODE, made.leaf({b"a": b"1"}))
+TWO_PARENTS = made.envelope(made.NODE, made.inner({b"a": (0, len(ONE)), b"b": (0, len(ONE))}, 1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "height", "first", "told"),
+    [
+        ([made.envelope(made.NODE, BOMB, compression=1)], 0, None, r"a Zstandard frame|at most"),
+        *(
+            ([ONE], 0, made.manifest(*place), "expected, found")
+            for place in ((0, 2**62), (2**62, 40), (0, len(ONE) + 1))
+        ),
+        ([ONE, TWO_PARENTS], 1, None, "two"),  # forty such levels would have 2**40 keys
+    ],
+)
+def test_indexes_that_ask_for_memory_are_refused(
+    tmp_path: Path, nodes: Any, height: int, first: Any, told: str
+) -> None:
+    """They are refused before: bombs, places beyond the end of the file, and nodes with two parents."""
+    path = made.write(tmp_path, nodes, height=height, first=first)
+    with pytest.raises(CorruptCheckpointError, match=told):
         read_entries(location_of(path))
 
 
@@ -162,24 +179,6 @@ def test_many_small_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ocdbt, "_MAX_INDEX_BYTES", 9 << 20)
     with pytest.raises(CorruptCheckpointError, match="names and values"):
         read_entries(location_of(tmp_path))
-
-
-@pytest.mark.parametrize("place", [(0, 2**62), (2**62, 40), (0, 41)], ids=str)
-def test_nodes_beyond_the_end_of_the_file_are_refused(tmp_path: Path, place: tuple[int, int]) -> None:
-    """No memory is asked for by what a reference claims."""
-    node = made.envelope(made.NODE, made.leaf({}))
-    path = made.write(tmp_path, [node], first=made.manifest(*place))
-    with pytest.raises(CorruptCheckpointError, match="expected, found"):
-        read_entries(location_of(path))
-
-
-def test_nodes_with_two_parents_are_refused(tmp_path: Path) -> None:
-    """Forty such levels would have 2**40 keys."""
-    node = made.envelope(made.NODE, made.leaf({b"a": b"1"}))
-    both = made.inner({b"a": (0, len(node)), b"b": (0, len(node))}, 1)
-    path = made.write(tmp_path, [node, made.envelope(made.NODE, both)], height=1)
-    with pytest.raises(CorruptCheckpointError, match="two"):
-        read_entries(location_of(path))
 
 
 @pytest.mark.parametrize("name", [b"../secret", b"d/../../secret", b"/etc/passwd", b"d/\0x"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -19,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, Container
+from flax_ckpt_compat._core.tree import Container
 from tests.support.orbax_trees import BACKEND, branches, load, save
 from tests.support.peers import needs
 from tests.support.profiles import examples
@@ -100,26 +98,6 @@ def test_arrays_are_writable_aligned_and_own_their_memory(tmp_path: Path, compre
     assert fingerprint(load(path)) == fingerprint(tree)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compression", ["crc32c", "zstd"])
-def test_large_compressed_arrays_are_cut_into_chunks(tmp_path: Path, compression: str) -> None:
-    """Chunks that do not divide the array evenly give back the whole of it, to real Orbax as well."""
-    tree = {"a": np.arange(11 << 20, dtype=np.float32).reshape(1, 11 << 12, 256), "j": jnp.ones((9 << 20,))}
-    path = save(tmp_path / "c", tree, compression)
-    for restored in (load(path), ocp.PyTreeCheckpointer().restore(path)):
-        assert np.array_equal(restored["a"], tree["a"])
-        assert np.array_equal(restored["j"], tree["j"])
-    (listed,) = json.loads((tmp_path / "c" / "array_metadatas" / "process_0").read_text())["array_metadatas"]
-    assert listed["array_metadata"]["chunk_shape"] == [(9 << 20) // 6]  # of 6 MiB: five of 8 MiB would be a little less
-
-
-def test_an_unknown_compression_is_refused_before_writing(tmp_path: Path) -> None:
-    """The error lists the codecs, and nothing was created."""
-    with pytest.raises(SettingError, match="zstd"):
-        BACKEND.write(str(tmp_path / "c"), BACKEND.prepare(Branch({})), WriteOptions("lzma"))
-    assert not (tmp_path / "c").exists()
-
-
 pytestmark = needs("orbax-checkpoint", 0, 11, 10, why="has no rich types")
 
 
@@ -173,16 +151,10 @@ def test_stored_structure(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ours["opt"][0].mu["w"], np.zeros(2))
     with flax_ckpt_compat.open_checkpoint(path) as view:
         assert view.tree["pair"].second.shape == (1,)
-
-
-def test_other_structures_are_as_before(tmp_path: Path) -> None:
-    """Flax's is of dicts; a target has its own types."""
-    path, _ = rich(tmp_path / "saved", TREE)
-    assert checkpoints.restore_checkpoint(path, None)["pair"]["first"] == {
-        "inner": {"0": 1, "1": {"0": 2, "1": {"0": 3}}}
-    }
-    found = flax_ckpt_compat.restore(path, TREE)
-    assert jax.tree.structure(found) == jax.tree.structure(TREE)
+    # Flax's structure is of dicts; a target has its own types.
+    flat = checkpoints.restore_checkpoint(path, None)["pair"]["first"]
+    assert flat == {"inner": {"0": 1, "1": {"0": 2, "1": {"0": 3}}}}
+    assert jax.tree.structure(flax_ckpt_compat.restore(path, TREE)) == jax.tree.structure(TREE)
 
 
 @pytest.mark.parametrize(
@@ -234,39 +206,6 @@ def test_a_key_longer_than_the_index_takes(tmp_path: Path) -> None:
                 save(tmp_path / "d", tree)
 
 
-class Opaque:
-    """A type that no checkpoint knows."""
-
-    def __repr__(self) -> str:
-        return "Opaque()"
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        Opaque(),
-        object,
-        {1, 2},
-        bytearray(b"x"),
-        2**64,
-        -(2**63) - 1,
-        np.array([None]),
-        np.zeros(2, [("a", "f4")]),
-        np.zeros(2, "V8"),
-        np.void(b"abc"),
-        np.ma.masked_array([1, 2], [True, False]),
-        jax.ShapeDtypeStruct((2,), jnp.float32),
-    ],
-    ids=repr,
-)
-def test_what_cannot_be_stored_is_refused_with_its_path(tmp_path: Path, leaf: Any) -> None:
-    """Nothing is written, and the message and the attribute name the leaf."""
-    with pytest.raises(UnsupportedLeafError, match="outer/0/bad") as caught:
-        save(tmp_path / "c", {"outer": [{"bad": leaf}]})
-    assert caught.value.leaf == "outer/0/bad"
-    assert not (tmp_path / "c").exists()
-
-
 def test_half_a_surrogate_pair_is_refused_as_a_name() -> None:
     """It has no UTF-8 form."""
     with pytest.raises(UnsupportedLeafError, match="surrogate"):
@@ -288,11 +227,3 @@ def test_texts_that_a_pointer_cannot_reach_round_trip(tmp_path: Path, tree: Any)
     path = save(tmp_path / "c", tree)
     assert load(path) == tree
     assert set(ocp.PyTreeCheckpointer().restore(path)) == set(tree)
-
-
-def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
-    """Publishing is the caller's; the writer only ever creates."""
-    save(tmp_path / "c", {"a": 1})
-    with pytest.raises(FileExistsError, match=str(tmp_path / "c")):
-        save(tmp_path / "c", {"a": 2})
-    assert load(tmp_path / "c") == {"a": 1}

@@ -210,18 +210,6 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     assert np.array_equal(found, values)
 
 
-def test_missing_chunks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all reads of one call, because each costs a look-up, and a hostile grid has any number."""
-    handle = stored_by_tensorstore(tmp_path / "c", np.full((8, 10), 7.0), [1, 10], "raw", fill=7)
-    for file in (tmp_path / "c" / "a").glob("*.0"):
-        file.unlink()
-    monkeypatch.setattr(read_arrays, "_MAX_MISSING", 16)
-    assert all(np.array_equal(found, np.full((8, 10), 7.0)) for found in handle.reader.read([handle, handle]))
-    monkeypatch.setattr(read_arrays, "_MAX_MISSING", 15)
-    with pytest.raises(CorruptCheckpointError, match=r"'a'.*chunks are missing"):
-        handle.reader.read([handle, handle])
-
-
 MIB = 1 << 20
 
 
