@@ -136,9 +136,9 @@ def test_a_process_that_lacks_an_array(tmp_path: Path) -> None:
 @linux
 @needs_arrays_without_shards
 def test_arrays_that_one_process_does_not_hold(tmp_path: Path) -> None:
-    """Those that hold them write them, and the third one has none."""
+    """Those that hold them write them, each some, and the third one has none."""
     written = team_of(3).call(save_on_some, str(tmp_path))
-    assert sum(written[:2]) < 10.4 * MIB, written
+    assert sum(written[:2]) < 10.4 * MIB and min(written[:2]) > MIB, written
     assert written[2] < MIB // 4
 
 

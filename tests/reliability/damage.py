@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -62,12 +61,9 @@ def every_byte(system: System, tally: Tally, extent: Extent) -> None:
 
     def cases(sizes: dict[str, int], chance: random.Random) -> Iterator[Case]:
         every = [(name, at, cut) for name, size in sizes.items() for at in range(size) for cut in (False, True)]
-        for name, at, cut in chance.sample(every, extent.times(len(every), 20)):
-            yield (
-                name,
-                f"{'cut' if cut else 'flipped'} at {at}",
-                _cut(at) if cut else _flip(at, chance.randrange(8)),
-            )
+        for name, at, cut in extent.some(every, "every byte", 20):
+            how, change = ("cut", _cut(at)) if cut else ("flipped", _flip(at, chance.randrange(8)))
+            yield name, f"{how} at {at}", change
 
     _damage(system, small, cases, tally, extent)
 
@@ -97,24 +93,21 @@ def _cut(at: int) -> Change:
 
 
 def _damage(system: System, tree: Tree, cases: Cases, tally: Tally, extent: Extent) -> None:
-    batches = []
-    with contextlib.ExitStack() as stack:
-        for variant in variants(system):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="reliability-"))
+    for variant in variants(system):
+        with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
             saved = forks.run(lambda variant=variant, folder=folder: save(variant, folder, tree))
             assert saved.value, saved
             todo = list(cases(saved.value, random.Random(str(variant.settings))))
-            batches += [((variant, folder), todo[at : at + _BATCH]) for at in range(0, len(todo), _BATCH)]
-        for (variant, folder), batch in extent.through(batches):
-            _damage_batch(variant, folder, tree, batch, tally)
-
-
-def _damage_batch(system: System, folder: str, tree: Tree, batch: Sequence[Case], tally: Tally) -> None:
-    while batch:  # a restore that ends the process ends a round
-        outcomes = try_all(lambda batch=batch: _outcomes(system, folder, tree, batch), folder, len(batch))
-        for (name, where, _), outcome in zip(batch, outcomes, strict=False):
-            tally.add(outcome, f"{dict(system.settings) or ''} {os.path.relpath(name, folder)} {where}")
-        batch = batch[len(outcomes) :]
+            while todo:  # a restore that ends the process ends a round
+                batch = todo[:_BATCH]
+                outcomes = try_all(
+                    lambda variant=variant, folder=folder, batch=batch: _outcomes(variant, folder, tree, batch),
+                    folder,
+                    len(batch),
+                )
+                for (name, where, _), outcome in zip(batch, outcomes, strict=False):
+                    tally.add(outcome, f"{dict(variant.settings) or ''} {os.path.relpath(name, folder)} {where}")
+                todo = todo[len(outcomes) :]
 
 
 def save(system: System, folder: str, tree: Tree) -> dict[str, int]:

@@ -46,7 +46,7 @@ def fuzz(system: System, tally: Tally, extent: Extent) -> None:
             forks.run(lambda number=number, writer=writer: damage.save(writer, f"{folder}/{number}", damage.small))
         whole, first = extent.times(_INPUTS, 20), int(os.environ.get("RELIABILITY_SEED", "0"))
         batches = [(first + at // _BATCH, range(min(_BATCH, whole - at))) for at in range(0, whole, _BATCH)]
-        for seed, numbers in extent.through(batches):
+        for seed, numbers in batches:
             count = len(numbers)
             outcomes = damage.try_all(
                 lambda seed=seed, count=count: _outcomes(system, folder, seed, count), folder, count

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import forks, shim
@@ -32,15 +32,20 @@ def _base(system: System, scenario: Scenario) -> Iterator[str]:
     """A directory with all saves of a scenario but the last in its ``run``."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         if scenario.saves[1:]:
-            saved = forks.run(lambda: _save_all(system, f"{folder}/run", scenario.saves[:-1]))
-            assert not saved.error and not saved.code, saved
+            save_all(system, f"{folder}/run", scenario.saves[:-1])
         yield folder
 
 
-def _save_all(system: System, folder: str, saves: tuple[Save, ...]) -> None:
-    system.use()
-    for number, save in enumerate(saves, 1):
-        save.run(system, folder, number)
+def save_all(system: System, folder: str, saves: Sequence[Save]) -> None:
+    """Save in a fork, one after the other, the values 1, 2 and so on."""
+
+    def work() -> None:
+        system.use()
+        for number, save in enumerate(saves, 1):
+            save.run(system, folder, number)
+
+    saved = forks.run(work)
+    assert not saved.error and not saved.code, saved
 
 
 def _hit(system: System, scenario: Scenario, folder: str, at: int, action: Action, error: int) -> tuple[int, str]:
@@ -59,17 +64,12 @@ def _hit(system: System, scenario: Scenario, folder: str, at: int, action: Actio
 
 def at_calls(system: System, names: Sequence[str], tally: Tally, extent: Extent) -> None:
     """Hit each call of each scenario's last save, or as many as the extent says, in a fresh copy of the directory."""
-    with ExitStack() as stack:
-        batches = []
-        for scenario in extent.of(SCENARIOS):
-            base = stack.enter_context(_base(system, scenario))
+    for scenario in extent.of(SCENARIOS):
+        with _base(system, scenario) as base:
             calls = _count_calls(system, scenario, base)
-            cases = [(name, at) for name in names for at in range(1, calls + 1)]
-            chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
-            batches += [((scenario, base, calls), [case]) for case in chosen]
-        for (scenario, base, calls), [(name, at)] in extent.through(batches):
-            wrong = _case(system, scenario, base, name, at)
-            tally.add(wrong, f"{scenario.name}, {name} at call {at} of {calls}")
+            for name, at in extent.some([(name, at) for name in names for at in range(1, calls + 1)], scenario.name):
+                wrong = _case(system, scenario, base, name, at)
+                tally.add(wrong, f"{scenario.name}, {name} at call {at} of {calls}")
 
 
 def _case(system: System, scenario: Scenario, base: str, name: str, at: int) -> str:
@@ -114,7 +114,7 @@ def judged(system: System, folder: str, states: list[dict[int, int]], *, acknowl
 
 def random_times(system: System, tally: Tally, extent: Extent) -> None:
     """Kill a process that saves one step after the other, every second time in the background, at a random time."""
-    for number in extent.through(range(extent.times(500))):
+    for number in range(extent.times(500)):
         random_time([system], number, tally, background=bool(number % 2))
 
 

@@ -29,20 +29,15 @@ class State(NamedTuple):
     where: str  # when the power was lost
 
 
-Batch = tuple[str, list[State]]  # of the scenario with this name
-
-
 def lose_power(system: System, tally: Tally, extent: Extent) -> None:
     """Judge states of each scenario, all of whose saves are recorded."""
-    batches = []
     for scenario in extent.of(SCENARIOS):
         with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
             os.mkdir(f"{folder}/root")
             ended = forks.run(lambda scenario=scenario, folder=folder: _save_all(system, scenario, folder))
             assert not ended.error and not ended.code, ended
             calls = list(read_record(f"{folder}/record"))
-        batches += batches_of(calls, f"{folder}/root", scenario, extent, limit=400)
-    judge_all(system, batches, tally, extent)
+        judge_record(system, calls, f"{folder}/root", scenario, tally, extent, limit=400)
 
 
 def _save_all(system: System, scenario: Scenario, folder: str) -> None:
@@ -79,21 +74,20 @@ def states(calls: list[Call], root: str, steps: list[STEPS], samples: int) -> It
                 yield State(tree, before, after, acknowledged, where)
 
 
-def batches_of(calls: list[Call], root: str, scenario: Scenario, extent: Extent, limit: int) -> list[Batch]:
-    """Return the different states that a recorded scenario may leave, or, of more than the limit, some by chance."""
+def judge_record(
+    system: System, calls: list[Call], root: str, scenario: Scenario, tally: Tally, extent: Extent, limit: int
+) -> None:
+    """Write each state that a recorded scenario may leave to a directory, look at it as after a reboot, and count.
+
+    Of more states than the limit, some by chance."""
     found = list(states(calls, root, scenario.states(), samples=extent.times(16, 2)))
     random.Random(len(found)).shuffle(found)
     found = found[: extent.times(limit, 10)]
-    return [(scenario.name, found[start : start + _BATCH]) for start in range(0, len(found), _BATCH)]
-
-
-def judge_all(system: System, batches: list[Batch], tally: Tally, extent: Extent) -> None:
-    """Write each state to a directory, look at it as the system does after a reboot, and count the outcome."""
-    for name, batch in extent.through(batches):
+    for batch in (found[start : start + _BATCH] for start in range(0, len(found), _BATCH)):
         ended = forks.run(lambda batch=batch: _judged(system, batch), timeout=120)
         outcomes = ended.value or [f"crash: {ended.error or ended}"] * len(batch)
         for state, wrong in zip(batch, outcomes, strict=True):
-            tally.add(wrong, f"{name}, {state.where}")
+            tally.add(wrong, f"{scenario.name}, {state.where}")
 
 
 def _judged(system: System, batch: Sequence[State]) -> list[str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import tempfile
-from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -49,18 +47,12 @@ def _system(name: str) -> System:
     return next(system for system in SHARED_SYSTEMS if system.name == name)
 
 
-def _save_all(name: str, saves: tuple[Save, ...], folder: str) -> None:
-    for number, save in enumerate(saves, 1):
-        _save(name, save, folder, number)
-        jobs.barrier(f"saved {number}")
-
-
-def _record_all(name: str, saves: tuple[Save, ...], folder: str, record: str) -> None:
+def _save_all(name: str, saves: tuple[Save, ...], folder: str, record: str = "") -> None:
     shim.arm(folder, record=record)
     for number, save in enumerate(saves, 1):
         _save(name, save, folder, number)
         shim.mark(str(number))
-        jobs.barrier(f"recorded {number}")
+        jobs.barrier(f"saved {number}")
     shim.disarm()
 
 
@@ -79,23 +71,21 @@ def _hit(name: str, scenario: Scenario, folder: str, victim: int, at: int, injec
 
 def lose_power(system: System, tally: Tally, extent: Extent) -> None:
     """Lose power during saves of two processes of one machine."""
-    team, batches = Team(_COUNT), []
+    team = Team(_COUNT)
     for scenario in extent.of(SCENARIOS) or SCENARIOS[1:]:
         with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
             os.mkdir(f"{folder}/root")
-            team.call(_record_all, system.name, scenario.saves, f"{folder}/root", f"{folder}/record")
+            team.call(_save_all, system.name, scenario.saves, f"{folder}/root", f"{folder}/record")
             calls = list(read_record(f"{folder}/record"))
-        batches += power.batches_of(calls, f"{folder}/root", scenario, extent, limit=1_500)
+        power.judge_record(system, calls, f"{folder}/root", scenario, tally, extent, limit=1_500)
     team.close()
-    power.judge_all(system, batches, tally, extent)
 
 
 def at_calls(system: System, tally: Tally, extent: Extent) -> None:
     """Hit the calls of each of the two processes; the other one ends with an error, or both have saved."""
-    team, batches = Team(_COUNT), []
-    with ExitStack() as stack:
-        for scenario in extent.of(SCENARIOS) or SCENARIOS[1:]:
-            base = stack.enter_context(tempfile.TemporaryDirectory(prefix="reliability-"))
+    team = Team(_COUNT)
+    for scenario in extent.of(SCENARIOS) or SCENARIOS[1:]:
+        with tempfile.TemporaryDirectory(prefix="reliability-") as base:
             team.call(_save_all, system.name, scenario.saves[:-1], base)
             counts = _counts(system, scenario, base, team)
             cases = [
@@ -104,14 +94,12 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
                 for victim, count in enumerate(counts)
                 for at in range(1, count + 1)
             ]
-            chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
-            batches += [((scenario, base, counts), [case]) for case in chosen]
-        for (scenario, base, counts), [case] in extent.through(batches):
-            if team.broken:
-                team.close()
-                team = Team(_COUNT)
-            wrong = _case(system, scenario, base, team, *case)
-            tally.add(wrong, f"{scenario.name}, {case} of {counts}")
+            for case in extent.some(cases, scenario.name):
+                if team.broken:
+                    team.close()
+                    team = Team(_COUNT)
+                wrong = _case(system, scenario, base, team, *case)
+                tally.add(wrong, f"{scenario.name}, {case} of {counts}")
     team.close()
 
 

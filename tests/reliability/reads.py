@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import random
 import tempfile
 from collections.abc import Callable
 
 from flax_ckpt_compat.errors import CheckpointError, StorageError
-from tests.reliability import forks, shim
+from tests.reliability import forks, kills, shim
 from tests.reliability.judge import quiet, text_of
 from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import Save, System
@@ -20,24 +19,14 @@ _ERRORS = ("EIO", "ESTALE")
 def at_calls(system: System, tally: Tally, extent: Extent) -> None:
     """Fail each call once with each error, or as many of them as the extent says."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        saved = forks.run(lambda: _save_all(system, folder))
-        assert not saved.error and not saved.code, saved
-        batches = []
+        kills.save_all(system, f"{folder}/run", list(map(Save, _STEPS)))
         for look in (_restore, _list_steps):
             calls, wrong = _case(system, folder, look)
             assert wrong == "same", wrong
             cases = [(name, at) for name in _ERRORS for at in range(1, calls + 1)]
-            chosen = random.Random(look.__name__).sample(cases, extent.times(len(cases)))
-            batches += [((look, calls), [case]) for case in chosen]
-        for (look, calls), [(name, at)] in extent.through(batches):
-            wrong = _case(system, folder, look, at, getattr(errno, name))[1]
-            tally.add(wrong, f"{look.__name__}, {name} at call {at} of {calls}")
-
-
-def _save_all(system: System, folder: str) -> None:
-    system.use()
-    for number, step in enumerate(_STEPS, 1):
-        Save(step).run(system, f"{folder}/run", number)
+            for name, at in extent.some(cases, look.__name__):
+                wrong = _case(system, folder, look, at, getattr(errno, name))[1]
+                tally.add(wrong, f"{look.__name__}, {name} at call {at} of {calls}")
 
 
 def _restore(system: System, folder: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 GOOD = ("", "found", "same", "skipped", "value", "verify")
@@ -63,6 +63,6 @@ class Extent:
         """Return the cases, or, in the short form, every third from the third on."""
         return cases if self.scale >= _FEW else cases[2::3]
 
-    def through(self, batches: Sequence[_Case]) -> Iterator[_Case]:
-        """Yield batches of cases in an order of chance, which is the same each time."""
-        yield from random.Random(len(batches)).sample(batches, len(batches))
+    def some(self, cases: Sequence[_Case], seed: object, least: int = 1) -> list[_Case]:
+        """Return the cases, or some of them by chance, the same for a seed, in an order of chance."""
+        return random.Random(str(seed)).sample(cases, self.times(len(cases), least))

@@ -5,8 +5,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,13 @@ import pytest
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import syncing
 from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
+from tests.support.layouts import assert_same
 from tests.support.peers import needs, skip_without_typed_keys
+from tests.support.samples import fingerprint
 from tests.support.saves import names, run_saving, use_flag
 
 TREE = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(4, np.float32), "n": 3}, "l": [np.zeros(1, np.int8)]}
+NEW = {**TREE, "a": TREE["a"] + 1}
 
 
 FIRE = RuntimeError("the disk caught fire")
@@ -40,11 +45,6 @@ class Gated(ocp.PyTreeCheckpointHandler):
         if self.error is not None:
             raise self.error
         super().finalize(directory)
-
-
-def failing_sync(path: str, *_: Any) -> None:
-    """A disk that cannot be written any more."""
-    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 class TextHandler(ocp.CheckpointHandler):
@@ -80,9 +80,21 @@ KINDS = {"sync": ocp.Checkpointer, "async": ocp.AsyncCheckpointer}
 @pytest.fixture(params=CHECKPOINTERS)
 def checkpointer(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One of the checkpointers that users pass."""
-    made = CHECKPOINTERS[request.param]()
-    yield made
-    made.close()
+    with CHECKPOINTERS[request.param]() as made:
+        yield made
+
+
+@pytest.fixture
+def handler() -> Gated:
+    """A handler for a checkpointer."""
+    return Gated()
+
+
+@pytest.fixture
+def checkpointing(handler: Gated, tmp_path: Path) -> Iterator[Any]:
+    """A checkpointer that saves in the background by it; it is closed before its files are removed."""
+    with ocp.AsyncCheckpointer(handler) as made:
+        yield made
 
 
 def settle(directory: Path) -> None:
@@ -90,112 +102,82 @@ def settle(directory: Path) -> None:
     checkpoints.restore_checkpoint(directory, None)
 
 
-def count(checkpointer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The paths that a method of the checkpointer is called with from now on."""
-    calls: list[Any] = []
-    original = getattr(checkpointer, name)
-
-    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(str(path))
-        return original(path, *args, **kwargs)
-
-    monkeypatch.setattr(checkpointer, name, counted)
-    return calls
-
-
-def assert_same(restored: Any, expected: Any) -> None:
-    """Same containers, types, dtypes and values; arrays are writable."""
-    assert jax.tree_util.tree_structure(restored) == jax.tree_util.tree_structure(expected)
-    for got, want in zip(jax.tree_util.tree_leaves(restored), jax.tree_util.tree_leaves(expected), strict=True):
-        assert type(got) is type(want)
-        if isinstance(want, np.ndarray):
-            assert got.dtype == want.dtype and got.flags.writeable
-        np.testing.assert_array_equal(got, want)
-
-
-def test_save_and_restore_go_through_it(checkpointer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_and_restore_go_through_it(checkpointer: Any, tmp_path: Path) -> None:
     """The given object writes and reads, and the tree comes back with its containers, dtypes and types; our own reader
     restores it, also while its save is on its way."""
-    saves = count(checkpointer, "save", monkeypatch)
-    path = checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    assert path == str(tmp_path / "checkpoint_1") and saves == [path]
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
-    restores = count(checkpointer, "restore", monkeypatch)
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), TREE)
-    assert restores == [path]
+    with patch.object(checkpointer, "save", wraps=checkpointer.save) as save:
+        path = checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    assert path == str(tmp_path / "checkpoint_1") and [str(call.args[0]) for call in save.call_args_list] == [path]
+    with patch.object(checkpointer, "restore", wraps=checkpointer.restore) as restore:
+        for through in (None, checkpointer):
+            restored = checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=through)
+            assert fingerprint(restored) == fingerprint(TREE)
+            assert type(restored["a"]) is np.ndarray and restored["a"].flags.writeable
+    assert [str(call.args[0]) for call in restore.call_args_list] == [path]
 
 
-def test_msgpack_files_need_no_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_msgpack_files_need_no_checkpointer(tmp_path: Path) -> None:
     """A msgpack file restores by our reader, whatever checkpointer is passed, as in Flax."""
     with use_flag(False):
         checkpoints.save_checkpoint(tmp_path, TREE, 1)
-    reader = ocp.PyTreeCheckpointer()
-    restores = count(reader, "restore", monkeypatch)
+    reader = ocp.Checkpointer(TextHandler())  # which cannot read it
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=reader), TREE)
-    assert restores == []
 
 
 def test_overwrite_replaces_the_step(checkpointer: Any, tmp_path: Path) -> None:
     """overwrite=True replaces an existing step by the new values and removes newer ones."""
     for step in (1, 2):
         checkpoints.save_checkpoint(tmp_path, TREE, step, keep=5, orbax_checkpointer=checkpointer)
-    new = {**TREE, "a": TREE["a"] + 1}
-    checkpoints.save_checkpoint(tmp_path, new, 1, keep=5, overwrite=True, orbax_checkpointer=checkpointer)
+    checkpoints.save_checkpoint(tmp_path, NEW, 1, keep=5, overwrite=True, orbax_checkpointer=checkpointer)
     settle(tmp_path)
     assert names(tmp_path) == ["checkpoint_1"]
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), new)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), NEW)
 
 
-def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
-    """With keep=1 the old checkpoint stays, and is the latest, until the new one is committed."""
-    handler = Gated()
-    checkpointer = ocp.AsyncCheckpointer(handler)
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    checkpointer.wait_until_finished()
+def test_an_uncommitted_save_evicts_nothing(handler: Gated, checkpointing: Any, tmp_path: Path) -> None:
+    """With keep=1 the old checkpoint stays, and is the latest, until the new one is committed, and its checkpointer is
+    used again, be it elsewhere."""
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointing)
+    checkpointing.wait_until_finished()
     handler.gate.clear()
-    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
+    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointing)
     assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
     handler.gate.set()
-    settle(tmp_path)
-    assert names(tmp_path) == ["checkpoint_2"]
-    checkpointer.close()
+    checkpoints.save_checkpoint(tmp_path / "other", TREE, 1, orbax_checkpointer=checkpointing)
+    assert names(tmp_path) == ["checkpoint_2", "other"]
 
 
 @pytest.mark.parametrize("call", ["its save", "a save", "a restore"])
-def test_a_failed_commit_is_raised_whatever_its_class(call: str, tmp_path: Path) -> None:
+def test_a_failed_commit_is_raised_whatever_its_class(
+    handler: Gated, checkpointing: Any, call: str, tmp_path: Path
+) -> None:
     """TensorStore raises ValueError, also where a disk fails."""
-    handler = Gated()
     handler.error = ValueError("the disk caught fire")
-    checkpointer = ocp.AsyncCheckpointer(handler)
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointing)
     with pytest.raises(ValueError, match="caught fire"):
         if call == "a restore":
             settle(tmp_path)
         else:
-            checkpoints.save_checkpoint(
-                tmp_path, TREE, 2, orbax_checkpointer=checkpointer if call == "its save" else None
-            )
-    checkpointer.close()
+            its_own = checkpointing if call == "its save" else None
+            checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=its_own)
 
 
-def test_a_restore_through_another_path_waits_for_the_commit(tmp_path: Path) -> None:
+def test_a_restore_through_another_path_waits_for_the_commit(
+    handler: Gated, checkpointing: Any, tmp_path: Path
+) -> None:
     """As it does for our own background saves: a link and what it leads to are one directory."""
-    handler, runs, link = Gated(), tmp_path / "runs", tmp_path / "latest"
+    runs, link = tmp_path / "runs", tmp_path / "latest"
     runs.mkdir()
     link.symlink_to(runs)
     handler.gate.clear()
-    with ocp.AsyncCheckpointer(handler) as checkpointer:
-        checkpoints.save_checkpoint(link, TREE, 1, orbax_checkpointer=checkpointer)
-        threading.Timer(0.2, handler.gate.set).start()
-        restored = checkpoints.restore_checkpoint(runs, None)
-    np.testing.assert_array_equal(restored["a"], TREE["a"])
+    checkpoints.save_checkpoint(link, TREE, 1, orbax_checkpointer=checkpointing)
+    threading.Timer(0.2, handler.gate.set).start()
+    assert_same(checkpoints.restore_checkpoint(runs, None)["a"], TREE["a"])
 
 
-def test_the_checkpointer_is_never_changed(tmp_path: Path) -> None:
+def test_the_checkpointer_is_never_changed(handler: Gated, checkpointing: Any, tmp_path: Path) -> None:
     """Its attributes are what they were, and its own wait and its own check raise the failure of its save, once."""
-    handler = Gated()
-    checkpointer = ocp.AsyncCheckpointer(handler)
-    before = dict(vars(checkpointer))
+    checkpointer, before = checkpointing, dict(vars(checkpointing))
     for step, find in enumerate([checkpointer.wait_until_finished, checkpointer.check_for_errors]):
         handler.error = FIRE
         handler.gate.clear()
@@ -211,7 +193,6 @@ def test_the_checkpointer_is_never_changed(tmp_path: Path) -> None:
         settle(tmp_path)
         # Old releases of Orbax leave the failed save's temporary.
         assert [name for name in names(tmp_path) if "tmp" not in name] == [f"checkpoint_{step}"]
-    checkpointer.close()
 
 
 def test_a_checkpointer_that_was_closed_before_its_save_was_finished(tmp_path: Path) -> None:
@@ -225,52 +206,40 @@ def test_a_checkpointer_that_was_closed_before_its_save_was_finished(tmp_path: P
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_wait_loses_no_commit(
-    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    handler: Gated, checkpointing: Any, error: type[BaseException], tmp_path: Path
 ) -> None:
     """After Ctrl-C, or a signal's ``sys.exit``, the next call waits for the commit anew."""
-    handler = Gated()
-    checkpointer = ocp.AsyncCheckpointer(handler)
     handler.gate.clear()
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-
-    def interrupt() -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointer, "wait_until_finished", interrupt)
-        with pytest.raises(error):
-            checkpoints.restore_checkpoint(tmp_path, {"a": 0})
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointing)
+    with patch.object(checkpointing, "wait_until_finished", side_effect=error), pytest.raises(error):
+        checkpoints.restore_checkpoint(tmp_path, {"a": 0})
     threading.Timer(0.1, handler.gate.set).start()
-    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, {**TREE, "a": None})["a"], TREE["a"])
-    checkpointer.close()
+    assert_same(checkpoints.restore_checkpoint(tmp_path, {**TREE, "a": None})["a"], TREE["a"])
 
 
 @pytest.mark.parametrize("fault", ["commit", "sync"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_overwrite_leaves_the_old(
-    kind: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_overwrite_leaves_the_old(kind: str, fault: str, tmp_path: Path) -> None:
     """It is there, whole, while the new one is written, and after that failed, or Orbax's files cannot be synced."""
     handler = Gated()
     checkpointer = KINDS[kind](handler)
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     settle(tmp_path)
-    new = {**TREE, "a": TREE["a"] + 1}
-    with monkeypatch.context() as patch:
-        if fault == "sync":
-            patch.setattr(syncing, "_sync", failing_sync)
-        else:
-            handler.error = FIRE
-        with pytest.raises((RuntimeError, StorageError), match=r"fire|Input/output error"):
-            checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
-            assert (tmp_path / "checkpoint_1" / "_METADATA").exists()
-            settle(tmp_path)
+    handler.error = FIRE if fault == "commit" else None
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    with (
+        patch.object(syncing, "_sync", side_effect=broken) if fault == "sync" else nullcontext(),
+        pytest.raises((RuntimeError, StorageError), match=r"fire|Input/output error"),
+    ):
+        checkpoints.save_checkpoint(tmp_path, NEW, 1, overwrite=True, orbax_checkpointer=checkpointer)
+        assert (tmp_path / "checkpoint_1" / "_METADATA").exists()
+        settle(tmp_path)
     assert checkpoints.available_steps(tmp_path) == [1]
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
     handler.error = None
-    checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
+    checkpoints.save_checkpoint(tmp_path, NEW, 1, overwrite=True, orbax_checkpointer=checkpointer)
     settle(tmp_path)
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), new)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), NEW)
     assert os.listdir(tmp_path) == ["checkpoint_1"]
     checkpointer.close()
 

@@ -18,9 +18,9 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat._core.local import atomic
 from tests.support import interrupting
+from tests.support.layouts import assert_same
 from tests.support.saves import before_publish, names, run_python, run_saving, tree
 
 # A job that saves once more on SIGTERM, which comes once in the middle of a save: as a thread starts, a pool takes a
@@ -71,7 +71,7 @@ def test_a_handler_saves_in_the_middle_of_a_save(tmp_path: Path, where: str, man
     preempted job was lost."""
     run_saving(HANDLER, tmp_path, orbax, where, manager, fresh="." in where)
     for saved in (tmp_path / "last", tmp_path):
-        np.testing.assert_array_equal(ours.restore_checkpoint(saved, None)["w"], np.arange(1_000_000.0))
+        np.testing.assert_array_equal(checkpoints.restore_checkpoint(saved, None)["w"], np.arange(1_000_000.0))
 
 
 WAITING = """
@@ -109,7 +109,7 @@ def test_an_interrupted_wait_loses_no_failure(tmp_path: Path, manager: str) -> N
     assert names(tmp_path) == ["checkpoint_2"]
 
 
-class Shared(ours.AsyncManager):
+class Shared(checkpoints.AsyncManager):
     """A manager of two threads: before a call has ended, the other thread's sets ``save_future``."""
 
     def save_async(self, task: Callable[[], Any]) -> Future[Any]:
@@ -128,9 +128,9 @@ def test_threads_that_share_a_manager_lose_no_failure(
             raise errors.StorageError("the disk broke", path=final, errno=5)
 
     before_publish(monkeypatch, fail)
-    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=Shared())
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1, async_manager=Shared())
     with pytest.raises(errors.StorageError, match="broke"):
-        ours.save_checkpoint(tmp_path, tree(2), 2)
+        checkpoints.save_checkpoint(tmp_path, tree(2), 2)
 
 
 IMPORT = """
@@ -337,7 +337,7 @@ def test_processes_save_into_one_directory(flag: bool, tmp_path: Path, prefixes:
     assert names(tmp_path) == sorted(f"{prefix}{step}" for prefix in {*prefixes} for step in (13, 14))
     for prefix in prefixes:
         for step in (13, 14):
-            restored = ours.restore_checkpoint(tmp_path, None, step, prefix)
+            restored = checkpoints.restore_checkpoint(tmp_path, None, step, prefix)
             np.testing.assert_array_equal(restored["w"], np.full(3000, step))
 
 
@@ -351,16 +351,6 @@ def tree_of(step: int) -> dict[str, Any]:
     """A tree whose every value tells the step."""
     arrays = {f"a{number:02}": np.full(200 * number, step + number, np.float32) for number in range(20)}
     return {"step": step, "params": arrays, "large": np.full(300_000, step, np.int16), "on_device": jnp.full(9, step)}
-
-
-def check_whole(found: Any, step: int) -> None:
-    """Raise AssertionError if a restored tree is not that of its step."""
-    expected = tree_of(step)
-    assert found["step"] == step, (found["step"], step)
-    assert found["params"].keys() == expected["params"].keys()
-    for name, array in {**expected["params"], "large": expected["large"], "on_device": expected["on_device"]}.items():
-        got = found["params"].get(name, found.get(name))
-        np.testing.assert_array_equal(got, array)
 
 
 class Run:
@@ -404,10 +394,10 @@ class Run:
         steps = checkpoints.available_steps(self.folder)
         assert max([int(step) for step in steps], default=-1) >= self.acknowledged, (steps, self.acknowledged)
         for step in steps:
-            check_whole(checkpoints.restore_checkpoint(self.folder, None, step), int(step))
+            assert_same(checkpoints.restore_checkpoint(self.folder, None, step), tree_of(int(step)))
         for folder in self.folder.parent.glob(f"converted-{self.format}-*"):
             for step in checkpoints.available_steps(folder):
-                check_whole(flax_ckpt_compat.restore(folder, step=step), int(step))
+                assert_same(flax_ckpt_compat.restore(folder, step=step), tree_of(int(step)))
 
 
 def test_ctrl_c_leaves_no_lock_of_a_directory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -30,6 +31,7 @@ from flax_ckpt_compat.cli import main
 from tests.support.corpus import ARCHIVES
 from tests.support.saves import later, names, refuse, save_by, start_python, tree, use_flag
 
+GDA = ARCHIVES.parent / "gda" / "two_processes_tree"
 # A writer of ours: writes a save, says so, and waits until it is killed.
 HELD = """
 import signal, sys
@@ -89,7 +91,7 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         checkpointer.save(tmp_path / "checkpoint_1", {"x": np.ones(3)})
     shutil.copytree(tmp_path / "checkpoint_1", tmp_path / "checkpoint_2.orbax-checkpoint-tmp")
     (tmp_path / "checkpoint_tmp").write_bytes(b"\x81")
-    arrays = ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda"
+    arrays = GDA / "checkpoint_3_gda"
     shutil.copytree(arrays, tmp_path / "checkpoint_tmp_gda")  # of several processes
     (tmp_path / "my_tmp").write_bytes(b"mine")
     before = below(tmp_path)
@@ -102,36 +104,38 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not verify(tmp_path).damaged
 
 
-def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an error of this library, whatever the system says."""
+@pytest.mark.parametrize("by", ["save", "clean"])
+def test_orphaned_arrays(flag: bool, tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folder and file may be moved one after the other: arrays go when their file is gone for a day, and not before.
 
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / "a")
-    (tmp_path / "a" / "checkpoint_3").unlink()
-    later(monkeypatch)
-    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
-    monkeypatch.setattr(gda_folder, "remove_orphan", refuse)
-    with pytest.raises(StorageError, match=f"{found.location}: Permission denied"):
-        interrupted_saves.remove(found)
-
-
-def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of several processes go when their file is gone for a day; other files beside them stay."""
+    What cannot be removed is named; other files beside the arrays stay."""
+    run, orphan = tmp_path / "a", tmp_path / "a" / "checkpoint_3_gda"
     for name in ("a", "b"):
-        shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / name)
-    (tmp_path / "a" / "checkpoint_3").unlink()
-    (tmp_path / "a" / "checkpoint_3_gda" / "notes.txt").write_text("mine")
-    (tmp_path / "a" / "my_gda").mkdir()
+        shutil.copytree(GDA, tmp_path / name)
+    (orphan / "notes.txt").write_text("mine")
+    (run / "my_gda").mkdir()
     before = below(tmp_path)
-    assert clean(tmp_path, "--yes").exit_code == 0
+
+    def remove() -> None:
+        if by == "clean":
+            assert clean(tmp_path, "--yes").exit_code == 0
+        else:
+            saved = Path(checkpoints.save_checkpoint(run, {}, 4, keep=9))
+            shutil.rmtree(saved) if flag else saved.unlink()
+
+    (run / "checkpoint_3").rename(tmp_path / "moved")
+    remove()
+    (tmp_path / "moved").rename(run / "checkpoint_3")
     assert below(tmp_path) == before
+    (run / "checkpoint_3").unlink()
     later(monkeypatch)
     (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
-    assert (found.location.path, found.kept) == (str(tmp_path / "a" / "checkpoint_3_gda"), "")
-    assert clean(tmp_path, "--yes").exit_code == 0
-    assert below(tmp_path / "a") == ["checkpoint_3_gda", "checkpoint_3_gda/notes.txt", "expected.json", "my_gda"]
+    assert (found.location.path, found.kept) == (str(orphan), "")
+    refused = patch.object(gda_folder, "remove_orphan", side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    with refused, pytest.raises(StorageError, match=f"{orphan}: Permission denied"):
+        interrupted_saves.remove(found)
+    remove()
+    assert below(run) == ["checkpoint_3_gda", "checkpoint_3_gda/notes.txt", "expected.json", "my_gda"]
     assert not verify(tmp_path / "b").damaged
 
 
@@ -157,7 +161,7 @@ def test_checkpoints_that_are_named_like_arrays_or_temporaries(tmp_path: Path, m
 def test_a_generation_that_appears_during_the_removal(tmp_path: Path) -> None:
     """A save that begins while an orphan is removed writes to a generation, which is new and stays."""
     folder = tmp_path / "checkpoint_3_gda"
-    shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda", folder)
+    shutil.copytree(GDA / "checkpoint_3_gda", folder)
     generation = temporaries.generation_of(atomic.temporary_path(str(tmp_path / "checkpoint_3")))
     assert generation is not None
     shutil.copytree(folder / "params", folder / generation / "params")
@@ -168,7 +172,7 @@ def test_a_generation_that_appears_during_the_removal(tmp_path: Path) -> None:
 
 def test_links_between_arrays_without_their_file(tmp_path: Path) -> None:
     """What a user linked into the folder of arrays stays, with all that it leads to; the arrays in the folder go."""
-    arrays = ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda"
+    arrays = GDA / "checkpoint_3_gda"
     for name in ("checkpoint_3_gda", "elsewhere"):
         shutil.copytree(arrays, tmp_path / name)
     before = below(tmp_path / "elsewhere")

@@ -29,9 +29,8 @@ from flax_ckpt_compat._save import retention
 from tests.random_cases import saves
 from tests.support.logs import warnings_logged
 from tests.support.profiles import examples
-from tests.support.saves import later, names, save_by, tree, use_flag
+from tests.support.saves import names, save_by, tree, use_flag
 
-DATA = Path(__file__).parents[1] / "data"
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
 
 
@@ -203,18 +202,6 @@ def test_huge_steps_are_told_apart(flag: bool, tmp_path: Path) -> None:
 # Rules 7 and 8
 
 
-@pytest.mark.parametrize("way", ["sync", "async", "multiprocess"])
-def test_keep_two_leaves_two(flag: bool, tmp_path: Path, way: str) -> None:
-    """Never three, not even between two saves (Flax's multi-process saves on Orbax leave three)."""
-    save = ours.save_checkpoint_multiprocess if way == "multiprocess" else ours.save_checkpoint
-    manager = ours.AsyncManager() if way == "async" else None
-    for step in range(5):
-        save(tmp_path, tree(step), step, keep=2, async_manager=manager)
-        if manager:
-            manager.wait_previous_save()
-        assert names(tmp_path) == [f"checkpoint_{left}" for left in range(max(0, step - 1), step + 1)]
-
-
 def test_array_folders_go_with_their_checkpoint(flag: bool, tmp_path: Path) -> None:
     """Eviction takes the ``_gda`` folder along; those of other prefixes are left."""
     for name in ("checkpoint_1_gda", "checkpoint_best_gda", "other_1_gda", "checkpoint_2_gda"):
@@ -224,25 +211,6 @@ def test_array_folders_go_with_their_checkpoint(flag: bool, tmp_path: Path) -> N
             flax_checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=9)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=2)
     assert names(tmp_path) == ["checkpoint_2", "checkpoint_2_gda", "checkpoint_3", "checkpoint_best_gda", "other_1_gda"]
-
-
-def test_arrays_whose_file_is_missing_stay_for_a_day(
-    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Folder and file may be moved, or copied, one after the other: the next save deleted the arrays for good."""
-    shutil.copytree(DATA / "gda" / "two_processes_tree", tmp_path, dirs_exist_ok=True)
-    expected = jax.tree.leaves(ours.restore_checkpoint(tmp_path / "checkpoint_3", None))
-    notes = tmp_path / "checkpoint_3_gda" / "notes.txt"
-    notes.write_text("mine")
-    (tmp_path / "checkpoint_3").rename(tmp_path / "moved")
-    ours.save_checkpoint(tmp_path, tree(4), 4, keep=9)
-    (tmp_path / "moved").rename(tmp_path / "checkpoint_3")
-    found = jax.tree.leaves(ours.restore_checkpoint(tmp_path / "checkpoint_3", None))
-    assert all(map(np.array_equal, found, expected)) and len(found) == len(expected)
-    (tmp_path / "checkpoint_3").unlink()
-    later(monkeypatch)
-    ours.save_checkpoint(tmp_path, tree(5), 5, keep=9)
-    assert list((tmp_path / "checkpoint_3_gda").iterdir()) == [notes]
 
 
 def test_an_eviction_that_another_process_does_first_is_no_error(
