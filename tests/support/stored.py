@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
-from flax_ckpt_compat._trees import leaf_sources
+from flax_ckpt_compat._trees import leaf_sources, state_dict
 from tests.support.trees import fingerprint
 
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
@@ -85,6 +85,14 @@ def values(node: Any) -> dict[str, Any]:
     found = {"/".join(path): {} if isinstance(leaf, Branch) else value_of(leaf) for path, leaf in iter_leaves(node)}
     assert all(value.flags.c_contiguous for value in found.values() if isinstance(value, np.ndarray))
     return found
+
+
+def applied(tree: Any, *rules: Any, target: Any = None) -> dict[str, Any]:
+    """The `values` after rules, of a tree of values and perhaps a user's target."""
+    node, described = stored(tree), None if target is None else state_dict.describe(target)
+    for rule in rules:
+        node = rule.apply(node, described)
+    return values(node)
 
 
 def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
