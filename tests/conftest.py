@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -136,6 +137,14 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all processes of pytest-xdist unpack the archives of the corpus to, and only read."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "corpus"
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that everybody may search, as ``tmp_path`` they may not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, config, errors, save, verify
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import PermissionDeniedError
+from tests.support.saves import as_nobody
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,6 @@ def test_links_in_circles_have_no_size(checkpoint: Path) -> None:
     assert location_of(folder).total_size() == sum(other.stat().st_size for other in others)
 
 
-_NOBODY = 65534
 OURS: dict[str, Callable[[Path], Any]] = {
     "ours": lambda path: save(path, TREE, format="orbax"),
     "ours with zstd": lambda path: save(path, TREE, format="orbax", compression="zstd"),
@@ -333,37 +332,11 @@ OURS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.fixture
-def top() -> Iterator[Path]:
-    """A folder that everybody may search, as ``tmp_path`` they may not."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def _as_nobody(folder: Path) -> tuple[Exception | None, VerifiedCheckpoint | None]:
-    """Restore and verify as a user without rights; return the restore's error, and the report."""
-    user, error, report = os.geteuid(), None, None
-    if user == 0:
-        os.seteuid(_NOBODY)
-    try:
-        try:
-            checkpoints.restore_checkpoint(folder, None)
-        except Exception as raised:
-            error = raised
-        with suppress(PermissionDeniedError):
-            (report,) = verify(folder / "checkpoint_1").checkpoints
-        return error, report
-    finally:
-        os.seteuid(user)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", WRITERS | OURS)
-def test_no_file_is_damaged_that_cannot_be_opened(top: Path, writer: str) -> None:
+def test_no_file_is_damaged_that_cannot_be_opened(open_path: Path, writer: str) -> None:
     """Each file and each directory of each layout, one at a time."""
-    folder = top / "run"
+    folder = open_path / "run"
     folder.mkdir()
     (WRITERS | OURS)[writer](folder / "checkpoint_1")
     for path in folder.rglob("*"):
@@ -373,7 +346,15 @@ def test_no_file_is_damaged_that_cannot_be_opened(top: Path, writer: str) -> Non
     refused = 0
     for path in sorted(folder.rglob("*")):
         path.chmod(0)
-        error, report = _as_nobody(folder)
+        error: Exception | None = None
+        report: VerifiedCheckpoint | None = None
+        with as_nobody():
+            try:
+                checkpoints.restore_checkpoint(folder, None)
+            except Exception as raised:
+                error = raised
+            with suppress(PermissionDeniedError):
+                (report,) = verify(folder / "checkpoint_1").checkpoints
         path.chmod(0o755)
         assert error is None or isinstance(error, PermissionDeniedError), (path, error)
         assert report is None or report.state in ("ok", "unverified", "unreadable"), (path, report)

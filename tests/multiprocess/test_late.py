@@ -264,7 +264,6 @@ def restore_other_kinds(folder: str) -> None:
 IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 
 
-@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Path) -> None:
     """It writes its part, finds that nobody waits for it, and removes what it made anew."""
@@ -364,13 +363,9 @@ def test_any_leaf_is_restored_onto_a_sub_mesh(tmp_path: Path) -> None:
 WAIT = 1.0
 # Looks are at most half a second apart, and the machine may be busy.
 SLACK = 5.0
-# Processes wait for each other in the same way in both formats.
-in_one_format = pytest.mark.parametrize(
-    "orbax", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["msgpack", "orbax"]
-)
 
 
-@in_one_format
+@IN_ONE_FORMAT
 @pytest.mark.parametrize(
     ("count", "absent"), [(2, [1]), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, [0]), (4, [1, 3])))]
 )
@@ -391,7 +386,7 @@ def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, abs
 
 
 @pytest.mark.slow
-@in_one_format
+@IN_ONE_FORMAT
 def test_a_late_process_raises_the_same_error(orbax: bool, tmp_path: Path) -> None:
     """A process that comes when the others have given up fails soon, with the same reason."""
     team = team_of(4)
@@ -403,7 +398,7 @@ def test_a_late_process_raises_the_same_error(orbax: bool, tmp_path: Path) -> No
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
 
 
-@in_one_format
+@IN_ONE_FORMAT
 @pytest.mark.parametrize("stage", [pytest.param("begin", marks=pytest.mark.slow), "commit"])
 def test_one_fails_while_another_hangs(orbax: bool, tmp_path: Path, stage: str) -> None:
     """Nobody waits as long for a process that hangs once another has failed: the save fails anyway."""

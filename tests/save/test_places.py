@@ -34,7 +34,7 @@ from flax_ckpt_compat._discovery import contents
 from flax_ckpt_compat._discovery.contents import why_inside
 from flax_ckpt_compat.cli import main
 from tests.support.peers import ocp_v1
-from tests.support.saves import names, refuse, save_by, saved_by_peer, tree
+from tests.support.saves import as_nobody, names, refuse, save_by, saved_by_peer, tree
 
 SAVES: dict[str, Callable[..., str]] = {
     "save_checkpoint": checkpoints.save_checkpoint,
@@ -178,15 +178,10 @@ def unsearchable(tmp_path: Path) -> Iterator[Path]:
     checkpoints.save_checkpoint(hidden, tree(1), 1)
     checkpoints.restore_checkpoint(hidden, tree())  # all modules are loaded
     list(iter_checkpoints(hidden))
-    user = os.geteuid()
     hidden.parent.chmod(0)
-    if user == 0:
-        os.seteuid(65534)
-    try:
+    with as_nobody():
         yield hidden
-    finally:
-        os.seteuid(user)
-        hidden.parent.chmod(0o700)
+    hidden.parent.chmod(0o700)
 
 
 CALLS: list[Callable[[Any, Any], Any]] = [

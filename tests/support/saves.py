@@ -104,6 +104,18 @@ def refuse(monkeypatch: pytest.MonkeyPatch, call: str, name: str, number: int = 
     monkeypatch.setattr(os, call, refusing)
 
 
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Acts as a user without rights; only root can, and others have none that matter."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
 def dead_pid() -> int:
     """The id of a process of ours that has ended."""
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
