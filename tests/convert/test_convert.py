@@ -553,52 +553,44 @@ def test_a_damaged_source_is_named(tmp_path: Path, to: Any, kind: str, damage: C
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
-@pytest.mark.parametrize("to", ["orbax", "manager", "v1"])
-def test_each_folder_is_synced_with_all_that_is_in_it(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power loss takes names of a converted checkpoint that has its own already."""
-    synced, fsync = dict[int, list[str]](), os.fsync
+@pytest.mark.parametrize("source", ["tree", "key"])
+@pytest.mark.parametrize("to", ["orbax", "manager", "v1", "msgpack", "safetensors"])
+def test_each_conversion_locks_and_syncs_what_it_writes(
+    source: str, to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save in another container tells by its lock that its writer is alive; a power loss takes no names of it."""
+    synced, fsync, seen, publish = dict[int, list[str]](), os.fsync, list[bool](), atomic.publish
 
-    def noting(descriptor: int) -> None:
+    def syncing(descriptor: int) -> None:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             synced[status.st_ino] = sorted(os.listdir(descriptor))
         fsync(descriptor)
 
-    with ocp.CheckpointManager(tmp_path / "src") as manager:
-        manager.save(3, args=ocp.args.StandardSave({"a": np.ones(300_000)}), custom_metadata={"lr": 0.1})
-    monkeypatch.setattr(os, "fsync", noting)
-    (result,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
-    path = Path(result.destination)
-    folders = [path, *(folder for folder in path.rglob("*") if folder.is_dir())]
-    assert len(folders) > 1
-    assert {str(folder): synced.get(folder.stat().st_ino) for folder in folders} == {
-        str(folder): sorted(os.listdir(folder)) for folder in folders
-    }
-
-
-@pytest.mark.parametrize("source", ["tree", "key"])
-@pytest.mark.parametrize("to", ["orbax", "manager", "v1", "msgpack", "safetensors"])
-def test_each_conversion_locks_what_it_writes(
-    source: str, to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until it has its name: a save in another container tells by that that its writer is alive."""
-    save_items(tmp_path / "src", item={"a": np.ones(3)} if source == "tree" else ocp.args.ArraySave(np.ones(3)))
-    temporaries._forget_all()
-    seen, publish = [], atomic.publish
-
-    def noting(temporary: str, final: str, *, new: bool = False) -> None:
+    def publishing(temporary: str, final: str, *, new: bool = False) -> None:
         match = temporaries.parse(os.path.basename(temporary))
         seen.append(match is not None and temporaries.writer_of(match, temporary) == "alive")
         publish(temporary, final, new=new)
 
-    monkeypatch.setattr(atomic, "publish", noting)
+    tree = ocp.args.StandardSave({"a": np.ones(300_000)})
+    items = ocp.args.Composite(item=tree if source == "tree" else ocp.args.ArraySave(np.ones(3)))
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        manager.save(3, args=items, custom_metadata={"lr": 0.1})
+    temporaries._forget_all()
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(atomic, "publish", publishing)
     try:
-        flax_ckpt_compat.convert(tmp_path / "src" / "3", tmp_path / "dst" / "3", to)
+        (result,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     except errors.ConversionError:
-        assert source == "key"  # which has no place in a file
-    else:
-        assert seen and all(seen)
-    assert not temporaries._held
+        assert source == "key" and not temporaries._held  # which has no place in a file
+        return
+    assert seen and all(seen) and not temporaries._held
+    path = Path(result.destination)
+    folders = [folder for folder in (path, *path.rglob("*")) if folder.is_dir()]
+    assert len(folders) > 1 or path.is_file()
+    assert {str(folder): synced.get(folder.stat().st_ino) for folder in folders} == {
+        str(folder): sorted(os.listdir(folder)) for folder in folders
+    }
 
 
 # Two leaves with one stored name, and checkpoints that are no single tree.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat._core import array_boxes, memory
+from flax_ckpt_compat._core import memory
 from tests.support import spread
 from tests.support.interpreters import run_python
 
@@ -71,14 +71,6 @@ def test_arrays_are_assembled_from_chunks() -> None:
         assert array.ctypes.data % memory.ALIGNMENT == 0
         assert np.array_equal(array, one)
         array[...] = 0
-
-
-def test_an_empty_box_intersects_no_chunk() -> None:
-    """Wherever it lies in one, and however long it is on other axes."""
-    for start in (0, 4, 5):
-        assert list(array_boxes.cells((slice(start, start),), (4,))) == []
-        assert list(array_boxes.cells((slice(0, 8), slice(start, start)), (4, 4))) == []
-    assert [cell for cell, _ in array_boxes.cells((slice(3, 5),), (4,))] == [(0,), (1,)]
 
 
 @_LIMITED

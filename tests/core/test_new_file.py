@@ -66,22 +66,6 @@ def test_large_pieces_go_past_the_cache(disk_path: Path, random_bytes: memoryvie
     assert path.read_bytes() == b"".join(pieces)
 
 
-def test_a_file_system_that_cannot_gets_it_through_the_cache(random_bytes: memoryview) -> None:
-    """tmpfs is all cache."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir() or disk.file_system(str(folder)) != "tmpfs":
-        pytest.skip("there is no tmpfs")
-    path = folder / f"flax_ckpt_compat-{os.getpid()}"
-    try:
-        file = new_file.create(str(path), past_cache=True)
-        assert not file.is_past_cache
-        file.write([random_bytes[: 2 * MIB]])
-        file.close()
-        assert path.read_bytes() == bytes(random_bytes[: 2 * MIB])
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def test_a_disk_that_refuses_after_all_gets_it_through_the_cache(
     disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,21 +89,3 @@ def test_a_disk_that_refuses_after_all_gets_it_through_the_cache(
     file.close()
     assert refused == [errno.EINVAL]
     assert (disk_path / "file").read_bytes() == b"".join(pieces)
-
-
-def test_other_failures_of_the_disk_come_out(
-    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk is not asked again through the cache."""
-    asked: list[int] = []
-
-    def full(descriptor: int, pieces: list[memoryview]) -> int:
-        asked.append(len(pieces))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    file = new_file.create(str(disk_path / "file"), past_cache=True)
-    monkeypatch.setattr(os, "writev", full)
-    with pytest.raises(OSError, match="No space left"):
-        file.write([random_bytes[: 2 * MIB]])
-    file.discard()
-    assert asked == [1]

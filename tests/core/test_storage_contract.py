@@ -45,6 +45,14 @@ def filled(place: Place) -> Place:
     return place
 
 
+@pytest.fixture
+def root(place: Place) -> Location:
+    """The location of a folder without files, which is made where the storage has folders."""
+    found = location_of(place.root)
+    found.prepare_directory()
+    return found
+
+
 @pytest.fixture(params=["unlisted", "listed"])
 def location(request: pytest.FixtureRequest, filled: Place) -> Location:
     """The location of a folder with files, as it is, and with a listing."""
@@ -210,6 +218,14 @@ def write(temporary: str, contents: dict[str, bytes]) -> None:
 FILE, FOLDER = {"": b"\x81\xa1a\x01"}, {"_METADATA": b"{}", "d/0123456789abcdef0123456789abcdef": bytes(1000)}
 
 
+def commit(target: Location, contents: dict[str, bytes], *, new: bool = False) -> None:
+    """Publish a checkpoint."""
+    with target.temporary() as temporary:
+        write(temporary, contents)
+        target.publish(temporary, new=new)
+    assert not os.path.exists(temporary)
+
+
 def published(place: Place, name: str) -> dict[str, bytes]:
     """The files of a checkpoint, but for the one that says that it is complete."""
     inside = {key: content for key, content in place.contents().items() if key == name or key.startswith(f"{name}/")}
@@ -222,15 +238,10 @@ class TestCommits:
     """Checkpoints come and go as a whole."""
 
     @pytest.mark.parametrize("contents", [FILE, FOLDER], ids=["file", "folder"])
-    def test_publish_and_discard(self, place: Place, contents: dict[str, bytes]) -> None:
+    def test_publish_and_discard(self, place: Place, root: Location, contents: dict[str, bytes]) -> None:
         """All of it is there, and nothing else; then nothing of it."""
-        root = location_of(place.root)
-        root.prepare_directory()
         for step in (1, 2):
-            with (root / f"c_{step}").temporary() as temporary:
-                write(temporary, contents)
-                (root / f"c_{step}").publish(temporary, new=True)
-            assert not os.path.exists(temporary)
+            commit(root / f"c_{step}", contents, new=True)
         assert place.names() == ["c_1", "c_2"] and published(place, "c_1") == contents
         assert not (root / "c_1").holds_nothing()
         names = (root / "c_1").listdir() if "" not in contents else []
@@ -239,59 +250,43 @@ class TestCommits:
         assert place.names() == ["c_2"] and published(place, "c_2") == contents
 
     @pytest.mark.parametrize("contents", [FILE, FOLDER], ids=["file", "folder"])
-    def test_replace(self, place: Place, contents: dict[str, bytes]) -> None:
+    def test_replace(self, place: Place, root: Location, contents: dict[str, bytes]) -> None:
         """What is there is replaced whole, whatever it was; with ``new`` one of the same kind stays."""
-        root = location_of(place.root)
-        root.prepare_directory()
         target = root / "c_1"
         for before in (FILE, FOLDER):
-            with target.temporary() as temporary:
-                write(temporary, before)
-                target.publish(temporary)
-            with target.temporary() as temporary:
-                write(temporary, contents)
-                target.publish(temporary)
+            commit(target, before)
+            commit(target, contents)
             assert published(place, "c_1") == contents and place.names() == ["c_1"]
-            with pytest.raises(StorageError), target.temporary() as temporary:
-                write(temporary, {name: content + b"2" for name, content in contents.items()})
-                target.publish(temporary, new=True)
+            with pytest.raises(StorageError):
+                commit(target, {name: content + b"2" for name, content in contents.items()}, new=True)
             assert published(place, "c_1") == contents and place.names() == ["c_1"]
 
-    def test_a_replacement_is_noticed(self, place: Place) -> None:
+    def test_a_replacement_is_noticed(self, place: Place, root: Location) -> None:
         """By who watches since before, with a listing or without one."""
-        root = location_of(place.root)
-        root.prepare_directory()
         target = root / "c_1"
         for data in ("0" * 32, "1" * 32):
             watches = [target.watch(), target.listed().watch(), root.listed().at(target.path).watch()]
             assert not any(is_replaced() for is_replaced in watches) or data == "0" * 32
-            with target.temporary() as temporary:
-                write(temporary, {"_METADATA": b"{}", f"d/{data}": b"x"})
-                target.publish(temporary)
+            commit(target, {"_METADATA": b"{}", f"d/{data}": b"x"})
             assert [is_replaced() for is_replaced in watches] == [data == "1" * 32] * 3
 
-    def test_a_failure_leaves_nothing(self, place: Place) -> None:
+    def test_a_failure_leaves_nothing(self, place: Place, root: Location) -> None:
         """Neither under the name, nor the temporary."""
-        root = location_of(place.root)
-        root.prepare_directory()
         with pytest.raises(RuntimeError), (root / "c").temporary() as temporary:
             write(temporary, FOLDER)
             raise RuntimeError
         assert not os.path.exists(temporary) and place.names() == []
 
-    def test_what_holds_nothing(self, place: Place) -> None:
+    def test_what_holds_nothing(self, place: Place, root: Location) -> None:
         """An empty file may be replaced; a folder with a file may not."""
         place.put("empty", b"")
         place.put("full/x", b"")
-        root = location_of(place.root)
         for location in (root, root.listed()):
             found = [(location / name).holds_nothing() for name in ("empty", "full")]
             assert found == [True, False]
 
-    def test_two_writers(self, place: Place) -> None:
+    def test_two_writers(self, place: Place, root: Location) -> None:
         """Of two that publish a new file under one name, one does, and the other hears of it."""
-        root = location_of(place.root)
-        root.prepare_directory()
         target, failures = root / "c", 0
         with target.temporary() as first, target.temporary() as second:
             for number, temporary in enumerate((first, second)):
@@ -304,13 +299,9 @@ class TestCommits:
                     os.unlink(temporary)
         assert failures == 1 and place.contents() == {"c": b"\0"}
 
-    def test_leftovers(self, place: Place) -> None:
+    def test_leftovers(self, place: Place, root: Location) -> None:
         """What dead writers left is named, and goes; what is complete stays."""
-        root = location_of(place.root)
-        root.prepare_directory()
-        with (root / "c_1").temporary() as temporary:
-            write(temporary, FOLDER)
-            (root / "c_1").publish(temporary)
+        commit(root / "c_1", FOLDER)
         if place.folder is None:
             left = "c_2"
             place.put(f"{left}/{layout.BEGUN}.1.{'0' * 32}", b"")  # of 1970
@@ -326,10 +317,8 @@ class TestCommits:
         assert place.names() == ["c_1"] and root.leftovers() == {}
 
     @pytest.mark.parametrize("joined", [False, True])
-    def test_uploads_of_several_processes(self, place: Place, joined: bool, tmp_path: Path) -> None:
+    def test_uploads_of_several_processes(self, place: Place, root: Location, joined: bool, tmp_path: Path) -> None:
         """Nothing is to be seen before the commit, or after the end of a save that failed; then all of it."""
-        root = location_of(place.root)
-        root.prepare_directory()
         target = root / "c_1"
         if root.path.startswith("shelf://"):
             with pytest.raises(StorageError, match="several processes cannot save"):

@@ -9,11 +9,11 @@ import orbax.checkpoint as ocp
 import pytest
 from flax_ckpt_compat.orbax_backend import open_index
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.location import location_of
 from tests.orbax_backend.conftest import WRITERS, pytree
 from tests.support.logs import warnings_logged
-from tests.support.orbax_trees import BACKEND, handles, load, on_host
+from tests.support.orbax_trees import BACKEND, load, on_host
 from tests.support.peers import needs
 from tests.support.trees import fingerprint
 
@@ -79,23 +79,6 @@ def test_compressed_chunks_as_long_as_their_arrays(tmp_path: Path, writer: str) 
     chunks = {name: index.get(f"{name}/c/0" if writer == "zarr3" else f"{name}/0") for name in tree}
     assert any(len(chunk or b"") == tree[name].nbytes for name, chunk in chunks.items())
     assert fingerprint(load(path)) == fingerprint(tree)
-
-
-def test_kinds_without_reading(tmp_path: Path, common_tree: dict[str, Any]) -> None:
-    """Opening what real Orbax wrote tells kinds, and typed keys from arrays."""
-    found = handles(WRITERS["v1"](tmp_path / "c", common_tree))
-    kinds = {name: found[name].kind for name in ("key", "keys", "raw_key", "step", "rate", "on", "name", "big")}
-    assert kinds == {
-        "key": LeafKind.PRNG_KEY,
-        "keys": LeafKind.PRNG_KEY,
-        "raw_key": LeafKind.ARRAY,
-        "step": LeafKind.INT,
-        "rate": LeafKind.FLOAT,
-        "on": LeafKind.BOOL,
-        "name": LeafKind.STR,
-        "big": LeafKind.ARRAY,
-    }
-    assert (found["keys"].shape, found["keys"].dtype) == ((3, 4), np.dtype(np.uint32))
 
 
 def test_leaves_of_two_names_in_one_place_are_told(tmp_path: Path) -> None:

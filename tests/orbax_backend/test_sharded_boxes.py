@@ -70,18 +70,27 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[tuple[slice
     codec=st.sampled_from(sorted(CODECS)),
     dtype=st.sampled_from(["<f4", ">i2", "|u1", "<c16"]),
     ocdbt=st.booleans(),
+    piece=st.sampled_from([planning.PIECE_BYTES, 64]),
+    known=st.sampled_from([planning._MAX_KNOWN, 1]),
 )
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_boxes_are_what_numpy_slices(
-    tmp_path_factory: pytest.TempPathFactory, case: Any, codec: str, dtype: str, ocdbt: bool
+    tmp_path_factory: pytest.TempPathFactory, case: Any, codec: str, dtype: str, ocdbt: bool, piece: int, known: int
 ) -> None:
-    """Any boxes of any grid, read together with the whole, are what numpy slices, in memory of their own.
+    """Any boxes of any grid, read alone, and together with the whole, are what numpy slices, in memory of their own.
 
-    The smallest chunks of a database are inline in its index."""
+    The smallest chunks of a database are inline in its index; large ones are read in pieces, here of few bytes."""
     shape, chunks, boxes = case
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
     handle = stored_by_tensorstore(tmp_path_factory.mktemp("boxes") / "c", values, chunks, codec, ocdbt=ocdbt)
-    whole, *found = handle.reader.read([handle, *(ArraySlice(handle, box) for box in boxes)])
+    slices = [ArraySlice(handle, box) for box in boxes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "PIECE_BYTES", piece)
+        patch.setattr(read_arrays, "BLOCK_BYTES", piece)
+        patch.setattr(planning, "_MAX_KNOWN", known)
+        for one, box in zip(slices, boxes, strict=True):  # a part of an inline chunk is not the chunk
+            assert np.array_equal(handle.reader.read([one])[0], values[box])
+        whole, *found = handle.reader.read([handle, *slices])
     assert np.array_equal(whole, values)
     assert all(array.ctypes.data % memory.ALIGNMENT == 0 for array in (whole, *found) if array.size)
     for box, part in zip(boxes, found, strict=True):
@@ -145,34 +154,6 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
     (part,) = handle.reader.read([ArraySlice(handle, (slice(1, 3), slice(2, 6)))])
     assert part.dtype == kind
     assert np.array_equal(part, values[1:3, 2:6])
-
-
-def test_boxes_that_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of a chunk that lies inline in the index is not the chunk, however often either is asked for."""
-    monkeypatch.setattr(planning, "_MAX_KNOWN", 1)
-    values = np.arange(8.0)
-    handle = stored_by_tensorstore(tmp_path / "c", values, [4], "raw", ocdbt=True)
-    for stop in (4, 2, 8, 4):
-        (part,) = handle.reader.read([ArraySlice(handle, (slice(0, stop),))])
-        assert np.array_equal(part, values[:stop])
-
-
-@pytest.mark.parametrize("codec", sorted(CODECS))
-@pytest.mark.parametrize("chunks", [[100, 333], [200, 333], [200, 30], [7, 111]], ids=str)
-def test_chunks_are_read_in_pieces(
-    tmp_path: Path, chunks: list[int], codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each piece of a chunk, here of 16 KiB, is a range of it, and goes to its own place in the array."""
-    monkeypatch.setattr(planning, "PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(read_arrays, "BLOCK_BYTES", 1 << 14)
-    values = np.random.default_rng(1).random((200, 333))
-    handle = stored_by_tensorstore(tmp_path / "c", values, chunks, codec)
-    columns = [np.s_[0:200, start : start + 37] for start in range(0, 333, 37)]
-    halves = [np.s_[start : start + 100, 0:333] for start in (0, 100)]
-    blocks = [np.s_[0:200, 0:333], np.s_[3:190, 0:333], np.s_[5:170, 17:310]]
-    for boxes in (columns, columns[:1], halves, *([box] for box in blocks), columns + halves + blocks):
-        found = handle.reader.read([ArraySlice(handle, box) for box in boxes])
-        assert all(np.array_equal(part, values[box]) for box, part in zip(boxes, found, strict=True))
 
 
 def test_the_kernel_may_give_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_v1_restores_into_an_abstract_tree(tmp_path: Path, common_tree: dict[str
     """The structure in our metadata is the one that v1 compares an abstract tree with; shapes and dtypes are known."""
     path = save(tmp_path / "c", common_tree)
     assert fingerprint(on_host(ocp_v1.load(path, common_tree))) == fingerprint(on_host(common_tree))
-    bias = ocp_v1.metadata(save(tmp_path / "d", common_tree["params"])).metadata["bias"]
+    bias = ocp_v1.metadata(save(tmp_path / "d", {"bias": jnp.ones(4, jnp.bfloat16)})).metadata["bias"]
     assert (bias.shape, bias.dtype) == ((4,), jnp.bfloat16)
 
 
