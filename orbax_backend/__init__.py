@@ -42,8 +42,12 @@ class OrbaxBackend:
 
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
-        with pause_gc(enabled=not location.is_remote):
-            return OrbaxReader(location.listed(), self._open_msgpack, verify=verify)
+        listed = location.listed()
+        try:
+            with pause_gc(enabled=not location.is_remote):
+                return OrbaxReader(listed, self._open_msgpack, verify=verify)
+        finally:
+            listed.forget_contents()
 
     def missing_file(self, location: Location) -> str | None:
         """Return a file that a directory with an array database needs and lacks; None if it does not decode."""

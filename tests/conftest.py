@@ -103,15 +103,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return sharing_out.scheduler(config, log) if config.option.markexpr == "not slow" else None
 
 
-@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
-def flag(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Each test once with Flax's flag off and once with it on; the flag as it was afterwards."""
+@pytest.fixture(autouse=True)
+def same_flag_afterwards() -> Iterator[None]:
+    """Flax's flag is afterwards what it was before: no test finds that of another."""
     import flax
 
     before: Any = flax.config.flax_use_orbax_checkpointing
-    flax.config.update("flax_use_orbax_checkpointing", request.param)
-    yield request.param
+    yield
     flax.config.update("flax_use_orbax_checkpointing", before)
+
+
+@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
+def flag(request: pytest.FixtureRequest) -> bool:
+    """Each test once with Flax's flag off and once with it on."""
+    import flax
+
+    flax.config.update("flax_use_orbax_checkpointing", request.param)
+    return request.param
 
 
 @pytest.fixture(params=["ours", "flax"])

@@ -80,7 +80,7 @@ def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tupl
 def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
     """Split the rows that a box intersects into boxes of at most ``limit`` elements, contiguous in a C-order array."""
     side = _grown((1,) * len(shape), shape, limit)
-    # Contiguous are the first axis on which they are longer than 1, if it is cut to the box, and all behind it, whole.
+    # Cut to the box on the first axis on which bands are longer than 1, they stay contiguous; behind it they are whole.
     axis = next((axis for axis, length in enumerate(shape_of(box)) if min(length, side[axis]) > 1), len(shape))
     rows = (*box[: axis + 1], *full_box(shape)[axis + 1 :])
     for _, cell in cells(rows, side):
@@ -92,14 +92,15 @@ def readable_boxes(shape: Shape, chunks: Shape, limit: int, *, splits_chunks: bo
 
     With ``splits_chunks``, where parts of a chunk can be read without the rest of it, longer chunks are split too."""
     side = _grown(chunks, shape, limit)
-    if splits_chunks and math.prod(side) > limit:
-        side = _grown((1,) * len(shape), chunks, limit)
+    inside = tuple(map(min, side, shape))  # a chunk at the end may be longer than the array
+    if splits_chunks and math.prod(inside) > limit:
+        side = _grown((1,) * len(shape), inside, limit)
     for _, cell in cells(full_box(shape), side):
         yield overlap(cell, full_box(shape))
 
 
 def _grown(unit: Shape, shape: Shape, limit: int) -> Shape:
-    """Return the sides of the largest box of so many units, at most ``limit`` elements, whole on its last axes."""
+    """Return the sides of a box of whole units, grown from the last axis on, of at most ``limit`` elements."""
     side = list(unit)
     for axis in reversed(range(len(side))):
         side[axis] *= max(1, min(-(-shape[axis] // side[axis]), limit // math.prod(side)))

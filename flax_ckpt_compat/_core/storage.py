@@ -145,6 +145,11 @@ class Location:
     def prefetch(self, names: Iterable[str], *, heads: bool = False) -> None:
         """Read small files below this folder at once, or the first bytes of files, where a listing can keep them."""
 
+    def forget_contents(self) -> None:
+        """Let go of what `prefetch` has read: later reads are of what is there then."""
+        if self.listing is not None:
+            self.listing.contents.clear()
+
     # Look-ups.
 
     def isdir(self) -> bool:
@@ -164,9 +169,10 @@ class Location:
         try:
             return os.listdir(self.path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            if presence.isdir(self.path):
-                raise
             # On NFS it is ESTALE that another machine removed it; so is a stale mount, which `isdir` raises.
+            may_lack = {*presence.CANNOT_BE_THERE, errno.ESTALE}
+            if getattr(error, "errno", errno.ENOENT) not in may_lack or presence.isdir(self.path):
+                raise
             raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
 
     def files_below(self) -> list[str]:

@@ -218,6 +218,23 @@ def test_another_machine_removes_what_is_listed(how: str, tmp_path: Path, monkey
     assert not doomed.exists(), "nothing was listed"
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.EACCES], ids=errno.errorcode.get)
+def test_a_disk_that_goes_away_with_an_error(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that failed is not taken for an empty one because the mount is gone at the next look."""
+    checkpoints.save_checkpoint(tmp_path / "run", {"a": 1}, 1)
+    real = os.listdir
+
+    def listdir(path: Any = ".") -> list[str]:
+        if os.fspath(path) == str(tmp_path / "run"):
+            shutil.rmtree(path, ignore_errors=True)
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(errors.StorageError, match=os.strerror(number)):
+        checkpoints.restore_checkpoint(tmp_path / "run", {"a": -1})
+
+
 @pytest.mark.parametrize("how", LOOKS)
 def test_a_stale_mount_is_not_an_empty_directory(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each call gives ESTALE, as after an NFS server began anew, a program must not train from initial values."""

@@ -31,13 +31,13 @@ def test_all_is_synced_before_the_name_counts(
     if overwrite:
         checkpoints.save_checkpoint(final.parent, {"old": 1}, 1)
     old = os.stat(final).st_ino if overwrite else None
-    before, after, listed = set(), set(), dict[int, list[str]]()
+    before, after, synced = set(), set(), dict[int, Any]()
 
     def noting(descriptor: int) -> None:
         there, status = os.stat(final).st_ino if final.exists() else None, os.stat(descriptor)
         (before if there == old else after).add(status.st_ino)
-        if stat.S_ISDIR(status.st_mode):
-            listed[status.st_ino] = sorted(os.listdir(descriptor))
+        is_directory = stat.S_ISDIR(status.st_mode)
+        synced[status.st_ino] = sorted(os.listdir(descriptor)) if is_directory else status.st_size
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noting)
@@ -45,7 +45,8 @@ def test_all_is_synced_before_the_name_counts(
     files = [final, *final.rglob("*")]
     assert len(files) >= (10 if flag else 1)
     assert [file for file in files if os.stat(file).st_ino not in before] == []
-    assert all(sorted(os.listdir(file)) == listed[os.stat(file).st_ino] for file in files if file.is_dir())
+    for file in files:  # with all that is in it
+        assert synced[os.stat(file).st_ino] == (sorted(os.listdir(file)) if file.is_dir() else file.stat().st_size)
     assert os.stat(final.parent).st_ino in after
 
 
