@@ -32,6 +32,15 @@ FOUND: list[tuple[Any, Any, dict[str, Any]]] = [
     ({"a": np.ones(2)}, {"a": np.array(["x", "y"])}, {"dtype": "target"}),
     ({"a": np.ones(())}, {"a": placed(2, 2)}, {"shape_mismatch": "ignore"}),
     ({"a": [1, 2, 3]}, {"a": [0]}, {"transforms": {}}),
+    ({"a": np.ones(3, np.float32)}, {"a": np.zeros(3, np.float16)}, {"dtype": "target"}),
+    ({"a": np.ones(3, np.float32)}, {"a": jax.ShapeDtypeStruct((3,), jax.numpy.bfloat16)}, {}),
+    (
+        {"a": np.float32(2), "b": 3, "c": 4},
+        {"a": 0, "b": np.float32(1), "c": np.zeros((), np.int16)},
+        {"dtype": "target"},
+    ),
+    ({"a": 1}, {"b": np.float32}, {}),
+    ({"a": 1}, {"b": np.float32}, {"missing_leaves": "ignore"}),
     ({"a": np.ones(()), "k": jax.random.split(KEY, 2)}, {"a": np.zeros(2), "k": KEY}, {"transforms": {}}),
 ]
 
