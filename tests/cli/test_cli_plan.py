@@ -84,10 +84,15 @@ def test_what_restore_checkpoint_would_do() -> None:
     )
 
 
-def test_rules_of_the_project() -> None:
-    """With transforms of the project the restore would succeed: exit code 0, and JSON with every leaf."""
-    result = plan("run", "--target", "my_train:create_state", "--transforms", "my_train:RULES", "--json")
-    assert result.exit_code == 0
+@pytest.mark.parametrize(
+    ("target", "printed"), [("create_state", ""), ("from_options", "building with Namespace(width=3)\n")]
+)
+def test_rules_of_the_project(target: str, printed: str) -> None:
+    """With transforms of the project the restore would succeed: exit code 0, and JSON with every leaf.
+
+    A function that parses options sees none of ours, and takes its defaults; what it prints is not in the JSON."""
+    result = plan("run", "--target", f"my_train:{target}", "--transforms", "my_train:RULES", "--json")
+    assert (result.exit_code, result.stderr) == (0, printed)
     found = json.loads(result.stdout)
     assert (found["raises"], found["format"], found["missing"]) == (None, "msgpack", [])
     leaf = {leaf["path"]: leaf for leaf in found["leaves"]}["head/w"]
@@ -113,12 +118,3 @@ def test_targets_that_cannot_be_loaded(target: str, says: str, tmp_path: Path) -
     assert (result.exit_code, result.stdout) == (2, "")
     assert says.format(cwd=tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_a_function_that_parses_options_and_prints() -> None:
-    """It sees no options of ours, so that it takes its defaults, and what it prints is not in the JSON."""
-    arguments = ["--target", "my_train:from_options", "--transforms", "my_train:RULES", "--json"]
-    result = plan("run", *arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["missing"] == []
-    assert "building with Namespace(width=3)" in result.stderr

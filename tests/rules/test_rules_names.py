@@ -17,7 +17,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Container, iter_leaves
 from flax_ckpt_compat._trees import state_dict
-from tests.support.stored import count, flat, stored, values
+from tests.support.stored import applied, count, flat, stored, values
 
 TREE = {
     "params": {"Dense_0": {"kernel": count((2, 3)), "bias": count((3,))}, "Dense_1": {"kernel": count((3, 1))}},
@@ -30,11 +30,6 @@ TREES = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-def names(tree: Any, rule: rules.Rule, target: Any = None) -> list[str]:
-    """Names of all leaves after a rule."""
-    return ["/".join(path) for path, _ in iter_leaves(rule.apply(stored(tree), target))]
-
-
 def renamed(tree: Any, function: Any) -> dict[str, Any]:
     """The values by names that a function makes of the names."""
     return {function(name): value for name, value in flat(tree).items()}
@@ -42,7 +37,7 @@ def renamed(tree: Any, function: Any) -> dict[str, Any]:
 
 def check(tree: Any, rule: rules.Rule, expected: dict[str, Any]) -> None:
     """A rule gives these leaves, in any order."""
-    found = values(rule.apply(stored(tree), None))
+    found = applied(tree, rule)
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_array_equal(value, expected[name])
@@ -82,6 +77,20 @@ RENAMED: list[tuple[Any, rules.Rule, dict[str, Any]]] = [
         {"a/m/head/w": 1, "a/m/x": 2, "b/m/head/w": 3, "b/m/headless": 4, "head": 5},
     ),
     (HEADS, rules.unwrap("head", at="a|b"), {"a/w": 1, "a/x": 2, "b/w": 3, "b/headless": 4, "head": 5}),
+    # A subtree goes to a new place, or among the children of one that is there; so does a leaf. As the root it is all.
+    (
+        TREE,
+        rules.move("params/Dense_0", "params/encoder/first"),
+        renamed(TREE, lambda name: name.replace("params/Dense_0", "params/encoder/first")),
+    ),
+    (
+        TREE,
+        rules.move("step", "params/Dense_0/scale"),
+        renamed(TREE, lambda name: name.replace("step", "params/Dense_0/scale")),
+    ),
+    ({"a": {"x": 1}, "b": {"y": 2}}, rules.move("a", "b"), {"b/x": 1, "b/y": 2}),
+    (TREE, rules.move("params", ""), flat(TREE["params"])),
+    (TREE, rules.move("step", ""), {"": 7}),
     # A copy leaves the original.
     (FEW, rules.copy("params", "ema"), {"params/w": 1, "ema/w": 1, "step": 2}),
     (FEW, rules.copy("(params)/w", r"ema/\1/v"), {"params/w": 1, "ema/params/v": 1, "step": 2}),
@@ -102,13 +111,15 @@ def test_rename_with_flags(pattern: str) -> None:
         rules.rename("(?i)dense", "x").apply(stored(TREE), None)
 
 
-def test_rename_keeps_names_with_slashes() -> None:
-    """A name that contains / stays one name, and can be renamed as a whole but not in part."""
+def test_names_with_slashes() -> None:
+    """A name that contains / stays one name, and can be renamed as a whole but not in part; or is one of the target."""
     tree = {"mlp/~/linear_0": {"w": 1}, "other": 2}
-    after = rules.rename("other", "x").apply(stored(tree), None)
-    assert [path for path, _ in iter_leaves(after)] == [("mlp/~/linear_0", "w"), ("x",)]
-    after = rules.rename("mlp/~/linear_0", "Dense_0").apply(stored(tree), None)
-    assert [path for path, _ in iter_leaves(after)] == [("Dense_0", "w"), ("other",)]
+    for rule, paths in (
+        (rules.rename("other", "x"), [("mlp/~/linear_0", "w"), ("x",)]),
+        (rules.rename("mlp/~/linear_0", "Dense_0"), [("Dense_0", "w"), ("other",)]),
+        (rules.move("other", "mlp/~/w"), [("mlp/~/linear_0", "w"), ("mlp/~", "w")]),
+    ):
+        assert [path for path, _ in iter_leaves(rule.apply(stored(tree), stored({"mlp/~": {"w": 2}})))] == paths
     with pytest.raises(TransformError):
         rules.rename("linear_0", "x").apply(stored(tree), None)
 
@@ -129,28 +140,6 @@ def test_there_and_back(tree: Any, name: str, data: Any) -> None:
     assert values(rules.move("somewhere else/far", source.replace("\\", r"\\")).apply(there, None)) == flat(tree)
     assert isinstance(rules.drop(re.escape(path[0])).apply(before, None), Branch)
     assert [(path, id(leaf)) for path, leaf in iter_leaves(before)] == snapshot
-
-
-def test_move() -> None:
-    """A subtree goes to a new place, or among the children of one that is there; a leaf does, too."""
-    assert names(TREE, rules.move("params/Dense_0", "params/encoder/first"))[:2] == [
-        "params/encoder/first/kernel",
-        "params/encoder/first/bias",
-    ]
-    assert "params/Dense_0/scale" in names(TREE, rules.move("step", "params/Dense_0/scale"))
-    check({"a": {"x": 1}, "b": {"y": 2}}, rules.move("a", "b"), {"b/x": 1, "b/y": 2})
-
-
-def test_move_to_the_root_drops_the_rest() -> None:
-    """Moved to the empty path, a subtree is the whole tree."""
-    check(TREE, rules.move("params", ""), flat(TREE["params"]))
-    assert rules.move("step", "").apply(stored(TREE), None).read() == 7
-
-
-def test_move_to_names_of_the_target() -> None:
-    """A place whose names contain / is found in the target."""
-    after = rules.move("a", "mlp/~/w").apply(stored({"a": 1}), stored({"mlp/~": {"w": 2}}))
-    assert [path for path, _ in iter_leaves(after)] == [("mlp/~", "w")]
 
 
 def test_containers_survive() -> None:

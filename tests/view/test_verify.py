@@ -248,18 +248,6 @@ def test_steps(tmp_path: Path) -> None:
         verify(tmp_path, step=3)
 
 
-def test_nothing_to_verify(tmp_path: Path) -> None:
-    """A path that does not exist, holds no checkpoint, or is another file, is an error that says so."""
-    (tmp_path / "runs_large").mkdir()
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"did you mean .*runs_large"):
-        verify(tmp_path / "runs_lagre")
-    with pytest.raises(errors.CheckpointNotFoundError, match="holds no checkpoints"):
-        verify(tmp_path / "runs_large")
-    (tmp_path / "README.md").write_text("# Runs")
-    with pytest.raises(errors.UnrecognizedFormatError, match="a text file"):
-        verify(tmp_path / "README.md")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_unreadable(tmp_path: Path) -> None:
     """What the system refuses to read is not called damaged."""

@@ -276,20 +276,14 @@ def test_damaged_notes(text: str, tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-def test_what_cannot_be_opened(flag: bool, tmp_path: Path) -> None:
-    """Nothing there, an unknown step, a foreign file and an unfinished directory are the errors of a restore."""
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(errors.CheckpointNotFoundError, match="nothing to open"):
-            open_checkpoint(path)
-        assert list(iter_checkpoints(path)) == []
-    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
-    with pytest.raises(errors.CheckpointNotFoundError, match="available steps: 1"):
-        open_checkpoint(tmp_path, 2)
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "_CHECKPOINT_METADATA").touch()
-    with pytest.raises(errors.IncompleteCheckpointError):
-        open_checkpoint(tmp_path / "half")
-    assert list(iter_checkpoints(tmp_path / "half" / "_CHECKPOINT_METADATA")) == []
+def test_where_there_is_no_checkpoint(saved: Path) -> None:
+    """There is nothing to list, and opening a directory or a step is the error of a restore."""
+    (saved / "empty").mkdir()
+    (saved / "file").touch()
+    assert [list(iter_checkpoints(saved / name)) for name in ("empty", "absent", "file")] == [[], [], []]
+    for path, step, words in ((saved / "empty", None, "nothing to open"), (saved, 2, "available steps: 7")):
+        with pytest.raises(errors.CheckpointNotFoundError, match=words):
+            open_checkpoint(path, step)
 
 
 def test_open_waits_for_real_orbax(tmp_path: Path) -> None:
