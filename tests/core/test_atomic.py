@@ -238,13 +238,21 @@ def writing(kind: str, final: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_the_dead_are_reclaimed_and_the_living_spared(writing: subprocess.Popen[str], final: str) -> None:
-    """A stopped process is alive, one that was killed is not, be it reaped or not."""
+def test_the_dead_are_reclaimed_and_the_living_spared(
+    writing: subprocess.Popen[str], final: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process is alive, one that was killed is not, be it reaped or not.
+
+    Nothing goes whose folder cannot be synced: the rename that put another in its place may not be on the disk."""
     folder = Path(final).parent
     os.kill(writing.pid, signal.SIGSTOP)
     assert atomic.remove_stale(str(folder)) == [] and len(left(folder)) == 1
     os.kill(writing.pid, signal.SIGKILL)
     os.waitid(os.P_PID, writing.pid, os.WEXITED | os.WNOWAIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", stop)
+        with pytest.raises(Stopped):
+            atomic.remove_stale(str(folder))
     assert len(atomic.remove_stale(str(folder))) == 1
     assert left(folder) == []
 

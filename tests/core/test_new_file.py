@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat._core.local import new_file
-from tests.benchmarks import disk
 
 MIB = 1 << 20
 PAGE = 4096
@@ -47,23 +46,6 @@ def test_pieces_come_one_after_the_other(
     file.close()
     assert path.read_bytes() == bytes(written)
     assert file.descriptor == -1
-
-
-def test_large_pieces_go_past_the_cache(disk_path: Path, random_bytes: memoryview) -> None:
-    """In step with the file or not. Of a file that is no multiple of a page long, the last page alone is cached."""
-    path = disk_path / "file"
-    pieces = [
-        random_bytes[:10],
-        random_bytes[10 : 2 * MIB],
-        random_bytes[50 : 2 * MIB],
-        random_bytes[3 * MIB + 2 * MIB - 40 : 7 * MIB],
-    ]
-    file = new_file.create(str(path), past_cache=True)
-    file.write(list(pieces))
-    file.close()
-    cached = disk.cached(str(path))
-    assert cached is None or cached <= PAGE
-    assert path.read_bytes() == b"".join(pieces)
 
 
 def test_a_disk_that_refuses_after_all_gets_it_through_the_cache(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -63,23 +61,6 @@ def test_an_error_in_any_thread_is_raised(fails: str, error: type[BaseException]
     with pytest.raises(error, match="unreadable"):
         in_parallel(work, range(20), 2)
     assert (sorted(begun), len(ended)) == ([0, 1], 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("started", [0, 2])
-def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller does what no thread has claimed, be it that none is refused and yet none begins."""
-
-    def start(*_: Any) -> int:
-        if not started:
-            raise RuntimeError("can't start new thread")
-        return 0
-
-    monkeypatch.setattr(thread_pools._thread, "start_new_thread", start)
-    assert in_parallel(abs, range(-5, 0), 3, in_runs=True) == [5, 4, 3, 2, 1]
-    assert thread_pools.run_apart(threading.get_ident) == threading.get_ident()
-    with Pool(2) as pool:
-        assert pool.submit(abs, -1).result() == 1
 
 
 @pytest.mark.slow
@@ -185,32 +166,3 @@ def test_a_withdrawn_task_never_runs() -> None:
     assert held() is None and task.done and task.wait(0)
     with pytest.raises(CancelledError):
         task.result()
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Only references that are dropped free anything."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_failure_holds_no_arrays(number: int) -> None:
-    """Once it was handled, what the work held is free, without the garbage collector: a caller may try again."""
-    arrays = [np.ones(3), np.ones(3)]
-    held, both = [weakref.ref(array) for array in arrays], threading.Barrier(2, timeout=20)
-
-    def work(at: int) -> None:
-        array = arrays[at]
-        both.wait()
-        if at == number:
-            raise OSError(f"{array} cannot be read")
-
-    with pytest.raises(OSError, match="cannot be read"):
-        in_parallel(work, [0, 1], 2)
-    arrays.clear()
-    assert [array() for array in held] == [None, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,25 +52,39 @@ def by_tensorstore(path: Path) -> dict[bytes, bytes]:
     return {bytes(key): bytes(store.read(key).result().value) for key in store.list().result()}
 
 
-@settings(max_examples=examples(40), deadline=None)
-@given(contents=_contents, node_bytes=st.sampled_from([1, 60, 300, 8 << 20]), compress=st.booleans())
+@settings(max_examples=examples(60, 40), deadline=None)
+@given(
+    contents=_contents,
+    count=st.integers(1, 4),
+    node_bytes=st.sampled_from([1, 60, 300, 8 << 20]),
+    compress=st.booleans(),
+)
 def test_tensorstore_finds_what_was_put(
-    tmp_path_factory: pytest.TempPathFactory, contents: dict[bytes, bytes], node_bytes: int, compress: bool
+    tmp_path_factory: pytest.TempPathFactory, contents: dict[bytes, bytes], count: int, node_bytes: int, compress: bool
 ) -> None:
-    """In trees of any height, and in any order; its statistics are those of the format."""
+    """In trees of any height, and in any order, also what several processes put, each into files of its own.
+
+    The statistics are those of the format."""
     path = tmp_path_factory.mktemp("index") / "c"
+    parts = [dict(list(contents.items())[number::count]) for number in range(min(count, len(contents)))]
+    names = [f"ocdbt.process_{number}" for number in range(len(parts))]
     with (
         mock.patch.object(ocdbt_encode, "_NODE_BYTES", node_bytes),
         mock.patch.object(ocdbt_encode, "_COMPRESS_FROM_BYTES", 0 if compress else 1 << 30),
     ):
-        write(path, contents)
-    assert by_tensorstore(path) == contents
-    assert values_of(path) == contents
-    assert dumped(path)["root"]["statistics"] == {
-        "num_keys": len(contents),
-        "num_tree_bytes": (path / "d" / "nodes").stat().st_size,
-        "num_indirect_value_bytes": sum(len(value) for value in contents.values() if len(value) > 1024),
-    }
+        if count == 1:
+            write(path, contents)
+        else:
+            path.mkdir()
+            for name, part in zip(names, parts, strict=True):
+                write(path / name, part)
+            multiprocess.merge(str(path), names, location_of(path))
+    assert by_tensorstore(path) == contents == values_of(path)
+    statistics = dumped(path)["root"]["statistics"]
+    assert statistics["num_keys"] == len(contents)
+    assert statistics["num_indirect_value_bytes"] == sum(len(one) for one in contents.values() if len(one) > 1024)
+    if count == 1:
+        assert statistics["num_tree_bytes"] == (path / "d" / "nodes").stat().st_size
 
 
 def test_names_of_very_different_lengths(tmp_path: Path) -> None:
@@ -91,29 +104,6 @@ def test_a_key_twice_is_refused(node_bytes: int) -> None:
     ):
         entries = [(key, b"1") for key in (b"b/0", b"a/0", b"b/0")]
         ocdbt_encode.encode_index(entries, "d/x")
-
-
-def _merged(path: Path, parts: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:
-    path.mkdir()
-    names = [f"ocdbt.process_{number}" for number in range(len(parts))]
-    for name, part in zip(names, parts, strict=True):
-        write(path / name, part)
-    multiprocess.merge(str(path), names, location_of(path))
-    return {key: value for part in parts for key, value in part.items()}
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(contents=_contents, owners=st.lists(st.integers(0, 3), min_size=30, max_size=30))
-def test_what_many_wrote_is_merged(
-    tmp_path_factory: pytest.TempPathFactory, contents: dict[bytes, bytes], owners: list[int]
-) -> None:
-    """TensorStore and we find all values through the one index, in the files of each process."""
-    path, parts = tmp_path_factory.mktemp("merge") / "c", [dict[bytes, bytes]() for _ in range(4)]
-    for (key, value), owner in zip(contents.items(), owners, strict=False):
-        parts[owner][key] = value
-    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
-        expected = _merged(path, [part for part in parts if part])
-    assert by_tensorstore(path) == expected == values_of(path)
 
 
 def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
