@@ -10,6 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -242,7 +243,13 @@ def test_targets_of_items(items: dict[str, Any], target: Any, expected: Any, tmp
 # Steps are numbers
 
 
-@pytest.mark.parametrize(("saved", "asked"), [(7, 7.0), (7.0, 7), (7, np.float32(7)), ("007", 7), (100000, 1e5)])
+@pytest.mark.parametrize(
+    ("saved", "asked"),
+    [
+        *((7, 7.0), (7.0, 7), (7, np.float32(7)), ("007", 7), (100000, 1e5), (0, 0), (2.5, 2.5)),
+        *((0, np.int32(0)), (1, jnp.int32(1)), (1, np.array(1))),
+    ],
+)
 def test_steps_are_compared_as_numbers(saved: Any, asked: Any, flag: bool, tmp_path: Path) -> None:
     """However a name spells its step, the number finds it; the exact name goes first."""
     checkpoints.save_checkpoint(tmp_path, tree(1), saved)

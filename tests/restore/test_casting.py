@@ -169,7 +169,7 @@ def test_kinds(stored: Any, fitting: list[Any], others: list[Any], flag: bool, t
 
 
 def test_keys_and_their_data(flag: bool, tmp_path: Path) -> None:
-    """A typed key fits a typed key, and an array of the dtype of its data."""
+    """A typed key fits a typed key, and an array of the dtype of its data; its two words are one key, and not two."""
     skip_without_typed_keys()
     key = jax.random.key(3)
     path = save(tmp_path / "saved", {"a": key})
@@ -178,6 +178,9 @@ def test_keys_and_their_data(flag: bool, tmp_path: Path) -> None:
     for target in (1.5, np.zeros(2, np.float32)):
         with pytest.raises(KindMismatchError, match="stored a typed PRNG key"):
             restore(path, {"a": target})
+    path = save(tmp_path / "data", {"a": jax.random.key_data(key)})
+    with pytest.raises(KindMismatchError, match="target a typed PRNG key"):
+        restore(path, {"a": jax.random.split(key, 2)})
 
 
 SCALARS = {"i": 3, "f": 2.5, "b": True, "i64": np.int64(4), "f64": np.float64(0.5), "f32": np.float32(1.5)}

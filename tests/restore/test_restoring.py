@@ -86,24 +86,14 @@ def test_every_dtype_with_a_jax_target(name: str, flag: bool, tmp_path: Path) ->
 
 
 def test_arrays_own_writable_memory(save: Save, flag: bool, tmp_path: Path) -> None:
-    """Writing into a restored array changes neither another one, nor the file, nor what restores from it next."""
+    """Writing into a restored array changes neither another one, nor the file, the target, or the next restore."""
     tree = {str(n): np.full(n % 7 + 1, n, np.int64) for n in range(40)} | {"big": np.zeros(2**18)}
     save(tmp_path, tree, 1)
-    for target in (None, tree):
-        restored = checkpoints.restore_checkpoint(tmp_path, target)
+    for target, transforms in ((None, None), (tree, None), (tree, {})):
+        restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=transforms)
         assert all(array.ctypes.data % 64 == 0 for array in restored.values())
         assert_apart(restored, tree)
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
-
-
-def test_the_target_is_not_touched(flag: bool, tmp_path: Path) -> None:
-    """The target's arrays keep their values, and nothing in the result shares memory with them."""
-    checkpoints.save_checkpoint(tmp_path, {"a": np.ones(100)}, 1)
-    target = {"a": np.zeros(100), "new": np.zeros(3)}
-    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
-    assert not np.shares_memory(restored["a"], target["a"])
-    restored["a"][...] = 5
-    assert target["a"].sum() == 0
 
 
 @pytest.mark.slow
@@ -182,22 +172,6 @@ def test_a_sharding_of_more_axes_than_the_array(is_abstract: bool, flag: bool, t
             checkpoints.restore_checkpoint(tmp_path, target)
     else:
         assert checkpoints.restore_checkpoint(tmp_path, target)["a"] == 1.5
-
-
-def test_key_data_for_keys_of_its_shape(flag: bool, tmp_path: Path) -> None:
-    """Two words are one key, and not two."""
-    checkpoints.save_checkpoint(tmp_path, {"a": np.array([1, 2], np.uint32)}, 1)
-    target = {"a": jax.random.split(jax.random.key(0), 2)}
-    with pytest.raises(errors.KindMismatchError, match="target a typed PRNG key"):
-        flax_ckpt_compat.restore(tmp_path, target)
-
-
-def test_steps_of_any_number_type(flag: bool, tmp_path: Path) -> None:
-    """A step to restore may be a numpy or jax scalar, 0 included."""
-    for step in (0, 1, 2.5):
-        checkpoints.save_checkpoint(tmp_path, {"s": step}, step, keep=9)
-    for step, expected in ((np.int32(0), 0), (jnp.int32(1), 1), (np.array(1), 1), (2.5, 2.5), (0, 0)):
-        assert checkpoints.restore_checkpoint(tmp_path, None, step=step)["s"] == expected
 
 
 @pytest.mark.parametrize("form", ["relative", "slash", "PathLike", "link"])

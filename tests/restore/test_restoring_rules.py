@@ -250,15 +250,20 @@ def test_rules_that_make_one_leaf_of_several_items(tmp_path: Path) -> None:
 
 
 def test_through_a_foreign_checkpointer(tmp_path: Path) -> None:
-    """Rules and transforms apply to what the caller's checkpointer reads."""
+    """Rules and transforms apply to what the caller's checkpointer reads, which is not the other checkpoint."""
     skip_without_typed_keys()
     checkpointer = ocp.PyTreeCheckpointer()
     tree = {**LAYERS, "key": jax.random.key(1), "n": 3}
     checkpoints.save_checkpoint(tmp_path, tree, 1, orbax_checkpointer=checkpointer)
+    other = rules.from_checkpoint(save(tmp_path / "other", {"n": 4}, format="msgpack"), "n")
     given = [rules.stack(r"layer_(\d+)", "layers"), rules.rename("key", "rng"), rules.cut("kernel", 2)]
-    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=given, orbax_checkpointer=checkpointer)
+    for taken, n in (([], 3), ([other], 4)):
+        restored = checkpoints.restore_checkpoint(
+            tmp_path, None, orbax_transforms=given + taken, orbax_checkpointer=checkpointer
+        )
+        assert restored["n"] == n
     np.testing.assert_array_equal(restored["layers"]["kernel"], STACKED["kernel"][:2])
-    assert jax.random.key_data(restored["rng"]).tolist() == [0, 1] and restored["n"] == 3
+    assert jax.random.key_data(restored["rng"]).tolist() == [0, 1]
     restored = checkpoints.restore_checkpoint(
         tmp_path,
         {"sum": np.zeros((2, 3)), "n": 0},
@@ -520,22 +525,6 @@ def test_bad_transforms_of_another_checkpoint(other: str) -> None:
     for given in (rules.rename("a", "b"), [{"a": "b"}], {"a": "b"}, [3]):
         with pytest.raises(errors.TransformError, match="transforms is a list of rules"):
             rules.from_checkpoint(other, "params/head", transforms=given)  # type: ignore[arg-type]
-
-
-def test_with_a_checkpointer(other: str, tmp_path: Path) -> None:
-    """A given checkpointer reads the first checkpoint, and not the other."""
-    path = checkpoints.save_checkpoint(
-        tmp_path / "orbax", OLD, 1, orbax_checkpointer=ocp.PyTreeCheckpointer(), overwrite=True
-    )
-    target = {"params": {**OLD["params"], **HEAD}, "step": 0}
-    restored = checkpoints.restore_checkpoint(
-        path,
-        target,
-        orbax_transforms=[rules.from_checkpoint(other, "params/head")],
-        orbax_checkpointer=ocp.PyTreeCheckpointer(),
-    )
-    check(restored["params"]["Dense_0"], OLD["params"]["Dense_0"])
-    np.testing.assert_array_equal(restored["params"]["head"]["w"], count((3, 2), start=100))
 
 
 def test_containers_around_what_is_taken_stay(tmp_path: Path) -> None:
