@@ -80,12 +80,13 @@ def test_saves_take_what_flax_takes(tmp_path: Path, arguments: dict[str, Any]) -
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("gda_manager", [0, False, ()], ids=repr)
-def test_no_manager_of_arrays(tmp_path: Path, gda_manager: Any) -> None:
-    """What is false is none, as in Flax."""
+@pytest.mark.parametrize("options", [{}, *({"gda_manager": manager} for manager in (0, False, ()))], ids=repr)
+def test_no_manager_of_arrays(tmp_path: Path, options: dict[str, Any], flag: bool) -> None:
+    """One process needs none, and what is false is none, as in Flax."""
     for module in (flax_checkpoints, checkpoints):
-        with use_flag(False):
-            module.save_checkpoint_multiprocess(tmp_path / module.__name__, tree(1), 1, gda_manager=gda_manager)
+        with use_flag(flag):
+            saved = module.save_checkpoint_multiprocess(tmp_path / module.__name__, tree(1), 1, **options)
+        assert saved == str(tmp_path / module.__name__ / "checkpoint_1")
     assert names(tmp_path / flax_checkpoints.__name__) == names(tmp_path / checkpoints.__name__) == ["checkpoint_1"]
 
 

@@ -148,13 +148,6 @@ def test_convert_pre_linen(params: Any) -> None:
     assert mine == other and repr(mine) == repr(other)
 
 
-def test_the_multiprocess_call_on_one_process(flag: bool, tmp_path: Any) -> None:
-    """save_checkpoint_multiprocess needs no manager on one process."""
-    path = ours.save_checkpoint_multiprocess(tmp_path, {"a": 1}, 3, keep=2)
-    assert path == str(tmp_path / "checkpoint_3")
-    assert ours.restore_checkpoint(tmp_path, {"a": 0}) == {"a": 1}
-
-
 def test_arguments_of_flax_that_change_nothing(flag: bool, tmp_path: Any) -> None:
     """parallel, gda_manager and allow_partial_mpa_restoration are taken by position; a given manager is waited for."""
 

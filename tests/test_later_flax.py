@@ -153,31 +153,26 @@ def test_a_notebook_saves_and_restores(run: Run, tmp_path: Path) -> None:
     assert printed.endswith("gone\n")
 
 
+# What a program begins with, and how it is run.
+WAYS = {
+    "changed import": (OURS, []),
+    "install": ("import flax_ckpt_compat; flax_ckpt_compat.install()\n" + FLAXS, []),
+    "run": (FLAXS, ["-m", "flax_ckpt_compat", "run"]),
+    "pythonpath": (FLAXS, []),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "start",
-    [OURS, "import flax_ckpt_compat; flax_ckpt_compat.install()\n" + FLAXS],
-    ids=["changed import", "install"],
-)
-def test_changed_programs(run: Run, tmp_path: Path, start: str) -> None:
-    """One changed import, and install(), are enough."""
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_in(run: Run, tmp_path: Path, way: str) -> None:
+    """An unchanged program fails by itself; each of these is enough."""
+    start, words = WAYS[way]
     write(tmp_path, start)
-    check_saved(tmp_path, run("train.py").stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["plain", "run", "pythonpath"])
-def test_unchanged_programs(run: Run, tmp_path: Path, way: str) -> None:
-    """An unchanged program fails by itself, and works under ``flax-ckpt run`` and with our folder on PYTHONPATH."""
-    write(tmp_path, FLAXS)
-    if way == "plain":
+    if way == "pythonpath":
         assert "cannot import name 'checkpoints'" in run("train.py", code=1).stderr
         assert "No module named 'orbax'" in run("-c", "import orbax", code=1).stderr
-    elif way == "run":
-        check_saved(tmp_path, run("-m", "flax_ckpt_compat", "run", "train.py").stdout)
-    else:
-        folder = run("-m", "flax_ckpt_compat", "run", "--pythonpath").stdout.strip()
-        check_saved(tmp_path, run("train.py", PYTHONPATH=folder).stdout)
+        folder = {"PYTHONPATH": run("-m", "flax_ckpt_compat", "run", "--pythonpath").stdout.strip()}
+    check_saved(tmp_path, run(*words, "train.py", **(folder if way == "pythonpath" else {})).stdout)
 
 
 CLI = """

@@ -87,17 +87,6 @@ def test_json(tmp_path: Path) -> None:
     assert records["checkpoint_5"]["why"] == "the file is empty"
 
 
-def test_prefix(tmp_path: Path) -> None:
-    """Another prefix is listed when it is named; without it the message names what there is."""
-    with pytest.warns(DeprecationWarning):
-        flax_checkpoints.save_checkpoint(tmp_path, TREE, 7, prefix="gan_")
-    assert "gan_7" in ls(tmp_path, "--prefix", "gan_").stdout
-    result = ls(tmp_path)
-    assert result.exit_code == 0
-    assert "there are gan_7" in result.stdout
-    assert json.loads(ls(tmp_path, "--json").stdout) == []
-
-
 def test_leaves(tmp_path: Path) -> None:
     """``--leaves`` opens each complete checkpoint of either format; one that is damaged is told apart."""
     run_of_flax(tmp_path)
@@ -186,9 +175,16 @@ def test_table_on_a_terminal(columns: int, saved: str, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= columns
 
 
-def test_other_prefixes_are_named(tmp_path: Path) -> None:
-    """Below the table, so that nobody takes ``best_0.5`` for lost; folders of runs are none of them."""
-    for name, prefix in ((3, "checkpoint_"), (0.5, "best_"), (3, "ema_")):
+def test_prefixes(tmp_path: Path) -> None:
+    """Another prefix is listed when it is named; without it the message names what there is.
+
+    Below the table, so that nobody takes ``best_0.5`` for lost; folders of runs are none of them."""
+    checkpoints.save_checkpoint(tmp_path, TREE, 3, "ema_")
+    assert "ema_3" in ls(tmp_path, "--prefix", "ema_").stdout
+    result = ls(tmp_path)
+    assert result.exit_code == 0 and "there are ema_3" in result.stdout
+    assert json.loads(ls(tmp_path, "--json").stdout) == []
+    for name, prefix in ((3, "checkpoint_"), (0.5, "best_")):
         checkpoints.save_checkpoint(tmp_path, TREE, name, prefix)
     checkpoints.save_checkpoint(tmp_path / "seed_1", TREE, 1)
     last = "Also here, with other prefixes: best_0.5, ema_3; --recursive lists all."

@@ -17,12 +17,13 @@ from flax_ckpt_compat._discovery import not_found, saved_steps
 from tests.support.saves import tree
 
 TARGET = {"nothing": 0}
-RAISING: dict[str, Callable[[Any], Any]] = {
+RAISING: dict[str, Callable[..., Any]] = {
     "restore": restore,
-    "restore step": lambda path: restore(path, step=7),
-    "restore_checkpoint step": lambda path: checkpoints.restore_checkpoint(path, None, 7),
+    "restore step": lambda path, **prefix: restore(path, step=7, **prefix),
+    "restore_checkpoint step": lambda path, **prefix: checkpoints.restore_checkpoint(path, None, 7, **prefix),
     "open_checkpoint": open_checkpoint,
-    "plan_restore": lambda path: plan_restore(path, TARGET),
+    "open_checkpoint step": lambda path, **prefix: open_checkpoint(path, 7, **prefix),
+    "plan_restore": lambda path, **prefix: plan_restore(path, TARGET, **prefix),
 }
 
 
@@ -31,11 +32,12 @@ def refuse(path: str) -> Any:
     raise PermissionError(13, "Permission denied", path)
 
 
-def error_of(call: Callable[[Any], Any], path: Any) -> str:
+def error_of(call: Callable[..., Any], path: Any, **prefix: str) -> str:
     """The message of the error for a path without checkpoints, which says what to do."""
     with pytest.raises(errors.CheckpointNotFoundError) as caught:
-        call(path)
+        call(path, **prefix)
     assert caught.value.has_remedy
+    assert caught.value.path is not None and os.path.isabs(caught.value.path)
     return str(caught.value)
 
 
@@ -161,6 +163,35 @@ def test_what_was_saved_since_the_look(tmp_path: Path) -> None:
     save(tmp_path, tree(1), step=1, format="orbax")
     absence = not_found.of_checkpoints(saved_steps.checkpoint_dir(str(tmp_path), "checkpoint_"), [])
     assert "checkpoint_1" not in str(absence)
+
+
+@pytest.mark.parametrize("call", RAISING.values(), ids=RAISING)
+def test_directories_that_do_not_exist(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is not there is told to be just that, by its absolute path, also below one that is there."""
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path}/absent does not exist" in error_of(call, "absent")
+    assert f"the directory {tmp_path}/sub does not exist" in error_of(call, tmp_path, prefix="sub/checkpoint_")
+
+
+@pytest.mark.parametrize("call", RAISING.values(), ids=RAISING)
+def test_checkpoints_of_other_prefixes_are_suggested(
+    call: Any, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only other prefixes have checkpoints, at most five complete ones are named, with the prefix to pass."""
+    monkeypatch.chdir(tmp_path)
+    for step in (9, 10):
+        checkpoints.save_checkpoint("runs", tree(step), step, "checkpoint_", keep=9)
+    (tmp_path / "runs" / "notes_7").write_text("nothing of ours")
+    (tmp_path / "runs" / "empty_1").mkdir()
+    (tmp_path / "runs" / "checkpoint_11").touch()
+    (tmp_path / "runs" / "run_3").mkdir()
+    message = error_of(call, "runs", prefix="ckpt_")
+    expected = "there are checkpoint_9, checkpoint_10: did you mean prefix='checkpoint_'?"
+    assert f"{tmp_path}/runs holds no checkpoint with the prefix 'ckpt_'; {expected}" in message
+    assert "did you mean prefix='runs/checkpoint_'?" in error_of(call, ".", prefix="runs/ckpt_")
+    for step in range(1, 8):
+        checkpoints.save_checkpoint("runs", tree(step), step, "a-", keep=9)
+    assert "there are a-1, a-2, a-3, a-4, a-5: did you mean prefix='a-'?" in error_of(call, "runs", prefix="ckpt_")
 
 
 def test_pointers_of_git_lfs(tmp_path: Path) -> None:

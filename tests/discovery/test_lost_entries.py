@@ -7,8 +7,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import flax_ckpt_compat
@@ -72,15 +70,3 @@ def test_every_subset_of_entries(base: str, inside: bool, left_out: str, row_bui
             (step / item).mkdir()
         _copy(source / item, kept, step / item)
         _assert_agreed(tmp_path / "run", kept)
-
-
-def test_folders_of_arrays_are_not_all_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without OCDBT each array has a folder, and a look-up of every step would ask for each of them."""
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
-    tree = {f"w{number}": np.ones(1) for number in range(60)}
-    ocp.Checkpointer(handler).save(tmp_path / "checkpoint_1", args=ocp.args.PyTreeSave(tree))
-    assert not (tmp_path / "checkpoint_1" / "manifest.ocdbt").exists()
-    asked, stat = [], os.stat
-    monkeypatch.setattr(os, "stat", lambda *where, **options: (asked.append(where), stat(*where, **options))[1])
-    assert checkpoints.available_steps(tmp_path) == [1]
-    assert len(asked) < 20

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.support.saves import dead_pid, names, set_aside, tree, use_flag
 
@@ -84,48 +84,3 @@ def test_a_checkpoint_that_is_being_replaced_is_waited_for(flag: bool, tmp_path:
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(2)["w"])
     timer.join()
     assert aside.exists()  # its writer removes it
-
-
-WAYS = {
-    "step": lambda where, prefix: checkpoints.restore_checkpoint(where, None, 9, prefix),
-    "latest": lambda where, prefix: checkpoints.restore_checkpoint(where, None, None, prefix),
-    "open": lambda where, prefix: open_checkpoint(where, None, prefix),
-    "open step": lambda where, prefix: open_checkpoint(where, 9, prefix),
-}
-
-
-def why_not(how: str, where: str | Path, prefix: str) -> str:
-    """The message of the error where nothing is found."""
-    with config.override(must_exist=True), pytest.raises(errors.CheckpointNotFoundError) as caught:
-        WAYS[how](where, prefix)
-    assert caught.value.path is not None and os.path.isabs(caught.value.path)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_directories_that_do_not_exist(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that is not there is told to be just that, by its absolute path, also below one that is there."""
-    monkeypatch.chdir(tmp_path)
-    assert f"{tmp_path}/absent does not exist" in why_not(how, "absent", "checkpoint_")
-    assert f"the directory {tmp_path}/sub does not exist" in why_not(how, tmp_path, "sub/checkpoint_")
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_checkpoints_of_other_prefixes_are_suggested(
-    how: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where only other prefixes have checkpoints, at most five complete ones are named, with the prefix to pass."""
-    monkeypatch.chdir(tmp_path)
-    for step in (9, 10):
-        checkpoints.save_checkpoint("runs", tree(step), step, "checkpoint_", keep=9)
-    (tmp_path / "runs" / "notes_7").write_text("nothing of ours")
-    (tmp_path / "runs" / "empty_1").mkdir()
-    (tmp_path / "runs" / "checkpoint_11").touch()
-    (tmp_path / "runs" / "run_3").mkdir()
-    message = why_not(how, "runs", "ckpt_")
-    expected = "there are checkpoint_9, checkpoint_10: did you mean prefix='checkpoint_'?"
-    assert f"{tmp_path}/runs holds no checkpoint with the prefix 'ckpt_'; {expected}" in message
-    assert "did you mean prefix='runs/checkpoint_'?" in why_not(how, ".", "runs/ckpt_")
-    for step in range(1, 8):
-        checkpoints.save_checkpoint("runs", tree(step), step, "a-", keep=9)
-    assert "there are a-1, a-2, a-3, a-4, a-5: did you mean prefix='a-'?" in why_not(how, "runs", "ckpt_")
