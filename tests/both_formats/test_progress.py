@@ -38,8 +38,10 @@ def format(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets each count of bytes be a report."""
+    """Lets each count of bytes be a report, and terminals show bars."""
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 def check(reports: list[Progress], doing: str, path: Path, total: int = NBYTES) -> None:
@@ -197,8 +199,6 @@ class Terminal(io.StringIO):
 
 def test_the_bar_in_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drawn on standard error by each report, also of a failure, after which nothing is left of it."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", Terminal())
         with config.override(progress="bar"):
@@ -234,9 +234,6 @@ def closed() -> io.StringIO:
 @pytest.mark.parametrize("stream", [None, object(), closed(), Broken()], ids=["none", "no stream", "closed", "broken"])
 def test_no_work_fails_with_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
     """Whatever standard error is, what is saved with a bar is restored with one, and again without."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stream)
         for step in (1, 2):

@@ -235,14 +235,10 @@ def odd_tree(shape: str, index: int) -> Any:
     return {"plain": plain_leaves(index), "same": put(VALUES["rows"][0], NamedSharding(mesh(), P()))}
 
 
-def save_odd(folder: str, orbax: bool, shape: str) -> str:
-    """Saves it as step 1."""
+def save_and_restore_odd(folder: str, orbax: bool, shape: str) -> None:
+    """Saves it as step 1, restores and checks it."""
     use(orbax)
-    return checkpoints.save_checkpoint_multiprocess(folder, odd_tree(shape, jax.process_index()), 1)
-
-
-def restore_odd(folder: str, shape: str) -> None:
-    """Restores and checks it."""
+    checkpoints.save_checkpoint_multiprocess(folder, odd_tree(shape, jax.process_index()), 1)
     got = checkpoints.restore_checkpoint(folder, jax.tree.map(lambda x: x, odd_tree(shape, 99)))
     if shape == "bare":
         check_shards("bare", got, VALUES["large"][0])

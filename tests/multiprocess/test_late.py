@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.coordination import KeyValueStore
 from flax_ckpt_compat.errors import CheckpointError
@@ -80,6 +81,19 @@ def save_without_descriptors(folder: str, orbax: bool, step: int) -> None:
             save_small(folder, orbax, step, None, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def save_where_0_removes_nothing(folder: str, orbax: bool, step: int) -> None:
+    """Saves where process 1 cannot write, and what all write to changes while process 0 removes it."""
+
+    def refuse() -> None:
+        if jax.process_index() == 1:
+            raise OSError("the disk broke")
+
+    with before(orbax, "write_process_part", refuse), pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == 0:
+            patch.setattr(atomic, "remove_temporary", lambda path: None)
+        save_small(folder, orbax, step, None, 5)
 
 
 def save_interrupted(folder: str, orbax: bool, step: int) -> None:
@@ -264,6 +278,7 @@ def restore_other_kinds(folder: str) -> None:
 IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Path) -> None:
     """It writes its part, finds that nobody waits for it, and removes what it made anew."""
@@ -303,6 +318,7 @@ MULTI, LEAF = "MultiprocessSaveError", "UnsupportedLeafError"
 # Job, its arguments after the step, the class of the error in each process, and what all of them say.
 FAULTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str], str]] = {
     "no descriptors": (save_without_descriptors, (), [], "Too many open files"),
+    "no removal in 0": (save_where_0_removes_nothing, (), [MULTI, "StorageError"], "the disk broke"),
     "no manager": (save_without_a_manager, (), [MULTI, "OSError"], "no tasks in this test"),
     "other shardings": (save_split_otherwise, (), [MULTI, MULTI], "process 1 saves .*shardings.* look at odd;"),
     "no place in 0": (jobs.save_without_a_temporary, (0,), [], "not this user's own"),

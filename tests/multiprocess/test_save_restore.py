@@ -67,8 +67,7 @@ def test_without_a_target_it_is_what_one_process_would_have_saved(orbax: bool, t
 @pytest.mark.parametrize("shape", ["bare", "nothing spread"])
 def test_odd_trees(orbax: bool, tmp_path: Path, shape: str) -> None:
     """A single array as the whole tree, and a tree without any array of several processes."""
-    team_of(2).call(jobs.save_odd, str(tmp_path), orbax, shape)
-    team_of(2).call(jobs.restore_odd, str(tmp_path), shape)
+    team_of(2).call(jobs.save_and_restore_odd, str(tmp_path), orbax, shape)
     names = jobs.names(str(tmp_path))
     assert names == ["checkpoint_1", *(["checkpoint_1_gda"] if shape == "bare" and not orbax else [])]
 

@@ -229,12 +229,22 @@ def test_what_is_absent_is_absent(tmp_path: Path) -> None:
     manager.wait_previous_save()
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "\ud800", "x" * 200 + "/" + "y" * 5000, "../\0/x", "../\ud800/x"])
-def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> None:
-    """Saves raise errors of ours, whether the directory or the prefix has such a name."""
-    for where, prefix in ((tmp_path / name, "checkpoint_"), (tmp_path, name)):
-        with pytest.raises((errors.StorageError, errors.ArgumentError)):
-            checkpoints.save_checkpoint(where, {"n": 1}, 1, prefix=prefix)
+NO_FILES = ("x" * 300, "nul\0", "\ud800", "x" * 200 + "/" + "y" * 5000, "../\0/x", "../\ud800/x")
+
+
+@pytest.mark.parametrize(
+    ("directory", "prefix", "step"),
+    [
+        *((name, "checkpoint_", 1) for name in NO_FILES),
+        *(("", name, 1) for name in NO_FILES),
+        # Those of temporaries of Flax and Orbax would never be found again.
+        *[("", "c.orbax-checkpoint-tmp_", 1), ("", "c_", "gda"), ("", "c_", "tmp"), ("", "c_", "7_gda")],
+    ],
+)
+def test_names_that_no_checkpoint_can_have(flag: bool, tmp_path: Path, directory: str, prefix: str, step: Any) -> None:
+    """Saves raise errors of ours before anything is written, whether the directory or the prefix has such a name."""
+    with pytest.raises((errors.StorageError, errors.ArgumentError)):
+        checkpoints.save_checkpoint(tmp_path / directory, {"n": 1}, step, prefix=prefix)
     assert not os.listdir(tmp_path)
 
 

@@ -133,13 +133,17 @@ class Waiter:
 
 
 def test_managers_are_accepted_and_waited_for(flag: bool, tmp_path: Path) -> None:
-    """gda_manager and async_manager are honoured by the multi-process function; arguments may be positional."""
+    """gda_manager and async_manager are honoured by the multi-process function; arguments may be positional.
+
+    As in Flax, a manager is asked for its truth."""
     waiter, manager = Waiter(), ours.AsyncManager()
     path = ours.save_checkpoint_multiprocess(tmp_path, tree(1), 1, "c_", 2, False, None, manager, waiter, None)
     manager.wait_previous_save()
     assert (path, waiter.waits) == (str(tmp_path / "c_1"), 1)
     assert ours.restore_checkpoint(tmp_path, None, None, "c_", True, waiter, False, None, None)["n"] == 1
-    assert ours.save_checkpoint(tmp_path, tree(2), 2, "c_", 2, True, None, None, None) == str(tmp_path / "c_2")
+    for step, nothing in enumerate((None, False, 0), 2):
+        path = ours.save_checkpoint(tmp_path, tree(step), step, "c_", 2, True, None, nothing, nothing)
+        assert (path, ours.available_steps(tmp_path, "c_")) == (str(tmp_path / f"c_{step}"), [step - 1, step])
 
 
 def test_the_flag_is_read_at_every_call(tmp_path: Path) -> None:
@@ -325,13 +329,6 @@ def test_an_interrupted_save_leaves_no_temporary(
     before_publish(monkeypatch, interrupt)
     with pytest.raises(error):
         ours.save_checkpoint(tmp_path, tree(2), 2)
-    assert names(tmp_path) == ["checkpoint_1"]
-
-
-@pytest.mark.parametrize("nothing", [None, False, 0])
-def test_managers_that_are_false_are_none(flag: bool, tmp_path: Path, nothing: Any) -> None:
-    """As in Flax, where a manager is asked for its truth."""
-    ours.save_checkpoint(tmp_path, tree(), 1, async_manager=nothing, orbax_checkpointer=nothing)
     assert names(tmp_path) == ["checkpoint_1"]
 
 

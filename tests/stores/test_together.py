@@ -177,6 +177,22 @@ def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies
     assert team.call(jobs.restore_small, root) == [1, 1]
 
 
+def test_a_commit_that_may_have_been_made(bucket: Bucket) -> None:
+    """Where it cannot be looked at, all processes hear so, and nothing of it is removed."""
+    team, root, refused = led(team_of(2), bucket.proxy), f"{bucket.url}/run", list[str]()
+
+    def rule(method: str, path: str) -> str:
+        if method == "GET" and "list-type=" in path and not refused and "commit_success.txt" in str(bucket.keys()):
+            refused.append(path)
+            return "403"
+        return ""
+
+    with bucket.proxy.failing(rule):
+        outcomes = team.run(jobs.save_small, root, True, 1, timeout=30)
+    assert refused and all("StorageError" in outcome.kinds for outcome in outcomes), outcomes
+    assert team.call(jobs.restore_small, root) == [1, 1]
+
+
 @pytest.mark.slow
 def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """Process 0 misses it before it commits, says whose it is and of which leaf, and what was there stays."""
