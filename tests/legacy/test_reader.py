@@ -15,7 +15,6 @@ from flax_ckpt_compat.legacy import BACKEND, format
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import location_of
-from tests.support.disks import counted
 from tests.support.trees import fingerprint
 
 
@@ -32,18 +31,6 @@ def test_slices_are_those_of_numpy(save, limit, whole, monkeypatch):
     for part, found in zip(parts, reader.read(parts), strict=True):
         np.testing.assert_array_equal(found, array[part.index])
     reader.close()
-
-
-@pytest.mark.usefixtures("in_windows")
-@pytest.mark.parametrize("size", [10, 2**18])
-def test_reads_only_what_is_asked(save, size):
-    """Reading two of several leaves reads exactly their bytes."""
-    path = save({f"layer_{index}": {"w": np.full(size, index, np.float32), "pad": "x" * 600} for index in range(12)})
-    reader = BACKEND.open(location_of(path))
-    with counted() as count:
-        values = reader.read([reader.tree.children[name].children["w"] for name in ("layer_7", "layer_3")])
-    assert count() == 2 * size * 4
-    assert [value[0] for value in values] == [7, 3]
 
 
 @pytest.mark.usefixtures("in_windows")

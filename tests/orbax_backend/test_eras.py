@@ -51,34 +51,17 @@ def old(path: Path, tree: Any, packed: Any = None, *, ocdbt: bool = True, metada
     return path
 
 
-NINES = np.full(3, 9.0)
+@pytest.mark.parametrize("metadata", [True, False])
+def test_placeholders_and_values_of_the_msgpack_file(tmp_path: Path, metadata: bool) -> None:
+    """A placeholder stands for its own key path, in the words of every release; values override arrays.
 
-
-@pytest.mark.parametrize(
-    ("tree", "packed", "expected", "options"),
-    [
-        *((ARRAYS, None, ARRAYS, {"ocdbt": ocdbt}) for ocdbt in (True, False)),
-        # A placeholder stands for its own key path, whatever it names, in the words of every release.
-        *(({"x": NINES}, {"x": prefix + "foo"}, {"x": NINES}, {}) for prefix in ("PLACEHOLDER://", "AGGREGATED://")),
-        # Values override the arrays, with ``_METADATA`` or without one.
-        *(
-            (
-                {"a": np.zeros(3), "b": np.ones(2)},
-                {"a": array_ext(NINES), "b": "PLACEHOLDER://b"},
-                {"a": NINES, "b": np.ones(2)},
-                {"metadata": metadata},
-            )
-            for metadata in (True, False)
-        ),
-    ],
-)
-def test_structure_and_values_of_the_msgpack_file(
-    tmp_path: Path, tree: Any, packed: Any, expected: Any, options: dict[str, bool]
-) -> None:
-    """They are as for real Orbax."""
-    path = old(tmp_path / "c", tree, packed, **options)
+    As for real Orbax, with ``_METADATA`` or without one."""
+    nines = np.full(3, 9.0)
+    tree = {"x": nines, "y": nines, "a": np.zeros(3), "b": np.ones(2)}
+    words = {"x": "PLACEHOLDER://foo", "y": "AGGREGATED://foo", "b": "PLACEHOLDER://b"}
+    path = old(tmp_path / "c", tree, {**words, "a": array_ext(nines)}, metadata=metadata)
     for found in (load(path), ocp.PyTreeCheckpointer().restore(path)):
-        assert fingerprint(found) == fingerprint(expected)
+        assert fingerprint(found) == fingerprint({**tree, "a": nines})
 
 
 def test_everything_that_the_msgpack_file_holds(tmp_path: Path) -> None:
@@ -103,20 +86,6 @@ def test_damaged_tuples(tmp_path: Path, payload: bytes) -> None:
     (tmp_path / "checkpoint").write_bytes(msgpack.packb({"t": msgpack.ExtType(4, payload)}))
     with pytest.raises(CorruptCheckpointError, match="checkpoint"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("folder", [None, "b", "é.0"])
-def test_texts_of_old_releases(tmp_path: Path, folder: str | None) -> None:
-    """Texts lie beside the database, or, as 0.3.5 wrote them, in the directory of the first of them."""
-    tree = {"a": np.arange(2), "b": "", "é": ["two"]}
-    path = old(tmp_path / "c", tree)
-    if folder:
-        (path / folder).mkdir()
-        (path / "_strings.json").rename(path / folder / "_strings.json")
-    assert fingerprint(load(path)) == fingerprint(tree)
-    (path / (folder or ".") / "_strings.json").unlink()
-    with pytest.raises(CorruptCheckpointError, match="'b'"):
-        load(path)
 
 
 def test_shardings_by_plain_name(tmp_path: Path) -> None:

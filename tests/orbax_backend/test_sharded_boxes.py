@@ -23,7 +23,6 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.tree import Shard
-from tests.support.disks import counted
 from tests.support.orbax_trees import handles, save
 from tests.support.profiles import examples
 
@@ -100,27 +99,6 @@ def test_boxes_are_what_numpy_slices(
         assert np.array_equal(part, values[box])
         part[...] = 0
     assert np.array_equal(whole, values)
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunks", "boxes", "part"),
-    [
-        ((800, 1024), [800, 1024], [np.s_[300:400, 0:1024]], 8),
-        ((800, 1024), [100, 1024], [np.s_[300:400, 0:1024]], 8),
-        ((64, 4096), [64, 4096], [np.s_[0:64, 2048:4096]], 2),  # long pieces of rows
-        ((512, 64), [512, 64], [np.s_[0:512, at : at + 8] for at in range(0, 64, 8)], 1),  # once, together
-    ],
-)
-def test_boxes_read_their_own_bytes_only(tmp_path: Path, shape: Any, chunks: Any, boxes: Any, part: int) -> None:
-    """An eighth of the rows costs an eighth of the bytes, stored in one chunk or in eight."""
-    values = np.random.default_rng(1).random(shape)
-    handle = stored_by_tensorstore(tmp_path / "c", values, chunks, "raw")
-    wanted = [ArraySlice(handle, box) for box in boxes]
-    with counted() as count:
-        found = handle.reader.read(wanted)
-    assert count() == values.nbytes // part
-    for box, *parts in zip(boxes, found, handle.reader.read(wanted, mapped=True), strict=True):
-        assert all(np.array_equal(part, values[box]) for part in parts)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
