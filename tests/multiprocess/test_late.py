@@ -84,16 +84,29 @@ def save_without_descriptors(folder: str, orbax: bool, step: int) -> None:
 
 
 def save_where_0_removes_nothing(folder: str, orbax: bool, step: int) -> None:
-    """Saves where process 1 cannot write, and what all write to changes while process 0 removes it."""
+    """Saves where process 1 cannot write, and ends last; process 0 fails to remove what both write to."""
+    index, given_up = jax.process_index(), Path(f"{folder}.given_up")
 
     def refuse() -> None:
-        if jax.process_index() == 1:
+        if index == 1:
             raise OSError("the disk broke")
 
-    with before(orbax, "write_process_part", refuse), pytest.MonkeyPatch.context() as patch:
-        if jax.process_index() == 0:
-            patch.setattr(atomic, "remove_temporary", lambda path: None)
-        save_small(folder, orbax, step, None, 5)
+    def wait() -> None:
+        while index == 1 and not given_up.exists():
+            time.sleep(0.01)
+
+    with (
+        before(orbax, "write_process_part", refuse),
+        before_each(atomic, "remove_temporary", wait),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if index == 0:
+            patch.setattr(atomic, "_remove_leftover", lambda path: None)
+        try:
+            save_small(folder, orbax, step, None, 5)
+        finally:
+            if index == 0:
+                given_up.touch()
 
 
 def save_interrupted(folder: str, orbax: bool, step: int) -> None:
