@@ -20,13 +20,11 @@ from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, rules
+from flax_ckpt_compat import checkpoints, restore, rules
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, iter_leaves
-from flax_ckpt_compat._discovery import opening
+from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._trees import state_dict
-from tests.support.stored import count, flat, stored, values
+from tests.support.stored import applied, count, flat
 
 NAMES = st.one_of(
     st.builds("{}_{}".format, st.sampled_from(["Conv", "Dense", "My_Block", "a-", ""]), st.integers(0, 12)),
@@ -44,9 +42,9 @@ def test_pre_linen_names_are_flaxs(tree: dict[str, Any]) -> None:
     whole = {"params": tree, "Dense_7": 1}
     if expected == flat(tree):
         with pytest.raises(TransformError, match="linen's already"):
-            rules.pre_linen().apply(stored(whole), None)
+            applied(whole, rules.pre_linen())
         return
-    found = values(rules.pre_linen().apply(stored(whole), None))
+    found = applied(whole, rules.pre_linen())
     assert found.pop("Dense_7") == 1
     assert found == {f"params/{name}": leaf for name, leaf in expected.items()}
 
@@ -54,10 +52,9 @@ def test_pre_linen_names_are_flaxs(tree: dict[str, Any]) -> None:
 def test_pre_linen_elsewhere() -> None:
     """Moments have names of modules, too; the path says which names are meant."""
     tree = {"mu": {"Conv_0": count((1,)), "Dense_1": count((2,))}, "nu": {"Dense_1": count((2,))}}
-    found = values(rules.pre_linen("mu").apply(stored(tree), None))
-    assert found.keys() == {"mu/Conv_0", "mu/Dense_0", "nu/Dense_1"}
+    assert applied(tree, rules.pre_linen("mu")).keys() == {"mu/Conv_0", "mu/Dense_0", "nu/Dense_1"}
     with pytest.raises(TransformError, match="has no params"):
-        rules.pre_linen().apply(stored(tree), None)
+        applied(tree, rules.pre_linen())
 
 
 PARAMS = {"Dense_0": {"kernel": count((2, 3)) / 7, "bias": count((3,))}, "temperature": np.float32(2)}
@@ -94,61 +91,36 @@ def train_state(optimizer: Any) -> TrainState:
     return TrainState.create(apply_fn=apply, params=jax.tree.map(jnp.zeros_like, PARAMS), tx=optimizer)
 
 
-def converted(tree: Any, target: TrainState) -> TrainState:
-    """Today's state with what the rule gives: nothing may be missing, and nothing left over."""
-    described = state_dict.describe(target)
-    tree = rules.pre_optax().apply(tree, described)
-    assert {path for path, _ in iter_leaves(tree)} == {path for path, _ in iter_leaves(described)}
-    return serialization.from_state_dict(target, nested(tree))
+# The old optimizer, today's, and whether all is below one more ``params``.
+ERAS: dict[str, tuple[Any, Any, bool]] = {
+    "adam": (ADAM, ADAM, False),
+    "below params": (ADAM, ADAM, True),
+    "chain": (ADAM, optax.chain(optax.clip(1e9), ADAM), False),
+    "schedule": (ADAM, optax.adam(lambda _: RATE), True),
+    "momentum": (MOMENTUM, MOMENTUM, False),
+}
 
 
-def nested(node: Any) -> Any:
-    """The values of a tree of stored and computed leaves as nested dicts."""
-    if not isinstance(node, Branch):
-        return values(node)[""]
-    return {name: nested(child) for name, child in node.children.items()}
-
-
-def goes_on(state: TrainState, optimizer: Any) -> None:
-    """The next step is the fourth of an optimizer."""
+@pytest.mark.parametrize("name", ERAS)
+def test_training_goes_on_as_it_would_have(name: str, flag: bool, tmp_path: Path) -> None:
+    """The next step of today's optimizer from the old checkpoint is the next step of flax.optim's."""
+    optimizer, today, is_nested = ERAS[name]
+    old = old_state(optimizer)
+    if is_nested:
+        old = {"target": {"params": old["target"]}, "state": old["state"]}
+        old["state"]["param_states"] = {"params": old["state"]["param_states"]}
+    checkpoints.save_checkpoint(tmp_path, {"optimizer": old}, 3)
+    state = restore(tmp_path, train_state(today), transforms=[rules.pre_optax()])
+    assert int(state.step) == 3
+    counts = [leaf for path, leaf in flat(serialization.to_state_dict(state.opt_state)).items() if "count" in path]
+    assert all(int(leaf) == 3 for leaf in counts)
     after, (expected, _) = state.apply_gradients(grads=GRADS[3]).params, trained(optimizer, 4)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after, expected)
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize(
-    "optimizer",
-    [ADAM, optax.chain(optax.clip(1e9), ADAM), optax.adam(lambda _: RATE)],
-    ids=["adam", "chain", "schedule"],
-)
-def test_adam_goes_on_as_it_would_have(optimizer: Any, is_nested: bool, flag: bool, tmp_path: Path) -> None:
-    """The next step of today's optimizer from the old checkpoint is the next step of flax.optim.Adam."""
-    old = old_state(ADAM)
-    if is_nested:
-        old["target"], old["state"]["param_states"] = (
-            {"params": old["target"]},
-            {"params": old["state"]["param_states"]},
-        )
-    checkpoints.save_checkpoint(tmp_path / "c", {"optimizer": old}, 3)
-    path = checkpoints.latest_checkpoint(str(tmp_path / "c"))
-    assert path is not None, flag
-    opened = opening.Opened(location_of(path), verify=True)
-    restored = converted(opened.reader(opened.parts[0]).tree, train_state(optimizer))
-    assert int(restored.step) == 3
-    counts = [leaf for name, leaf in flat(serialization.to_state_dict(restored.opt_state)).items() if "count" in name]
-    assert all(int(leaf) == 3 for leaf in counts)
-    goes_on(restored, ADAM)
-
-
-def test_momentum_goes_on_as_it_would_have() -> None:
-    """The next step from the old checkpoint is the next step of flax.optim.Momentum."""
-    goes_on(converted(stored({"optimizer": old_state(MOMENTUM)}), train_state(MOMENTUM)), MOMENTUM)
-
-
 def shown(tree: Any, target: Any) -> set[str]:
     """Names of all leaves after the rule."""
-    after = rules.pre_optax().apply(stored(tree), target if target is None else state_dict.describe(target))
-    return {"/".join(path) for path, _ in iter_leaves(after)}
+    return set(applied(tree, rules.pre_optax(), target=target))
 
 
 SMALL = {
@@ -217,8 +189,7 @@ def test_where_it_goes(name: str) -> None:
 
 def test_a_step_of_its_own() -> None:
     """A train state's own step stays; the optimizer's goes to the counts only."""
-    after = rules.pre_optax().apply(stored({"optimizer": SMALL, "step": 9}), None)
-    found = values(after)
+    found = applied({"optimizer": SMALL, "step": 9}, rules.pre_optax())
     assert (found["step"], found["opt_state/0/count"]) == (9, 5)
 
 
@@ -254,14 +225,9 @@ def test_pre_optax_with_names_before_linen() -> None:
     """The rules of both eras follow one another."""
     names = {"Conv_0": {"kernel": count((2,))}, "Dense_1": {"kernel": count((3,))}}
     moments = jax.tree.map(lambda leaf: {"grad_ema": leaf, "grad_sq_ema": leaf}, names)
-    tree: Any = stored({"optimizer": {"target": names, "state": {"step": np.int32(1), "param_states": moments}}})
+    tree = {"optimizer": {"target": names, "state": {"step": np.int32(1), "param_states": moments}}}
     params = {"Conv_0": {"kernel": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones(3)}}
-    target = state_dict.describe({"params": params, "opt_state": ADAM.init(params), "step": 0})
-    for rule in (
-        rules.pre_optax(),
-        rules.pre_linen(),
-        rules.pre_linen("opt_state/0/mu"),
-        rules.pre_linen("opt_state/0/nu"),
-    ):
-        tree = rule.apply(tree, target)
-    assert {path for path, _ in iter_leaves(tree)} == {path for path, _ in iter_leaves(target)}
+    target = {"params": params, "opt_state": ADAM.init(params), "step": 0}
+    pre_linen = [rules.pre_linen(), rules.pre_linen("opt_state/0/mu"), rules.pre_linen("opt_state/0/nu")]
+    found = applied(tree, rules.pre_optax(), *pre_linen, target=target)
+    assert found.keys() == {"/".join(path) for path, _ in iter_leaves(state_dict.describe(target))}
