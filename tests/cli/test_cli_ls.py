@@ -17,8 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
-import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, save
+from flax_ckpt_compat import checkpoints, iter_checkpoints, save
 from flax_ckpt_compat.cli import main
 from tests.support import terminal
 
@@ -45,46 +44,54 @@ def run_of_flax(directory: Path) -> None:
         os.utime(path, (NOVEMBER, NOVEMBER))
 
 
-def test_plain_text_into_a_pipe(tmp_path: Path) -> None:
-    """One line for each checkpoint, in the order of steps, with format, size, time, and why it is incomplete."""
+def test_text_json_and_records(tmp_path: Path) -> None:
+    """One line for each checkpoint, in the order of steps, named ones last; `iter_checkpoints` has the same facts.
+
+    ``--json`` gives exact bytes, as ``find`` counts them, and times with their zone."""
     run_of_flax(tmp_path)
-    size = (tmp_path / "checkpoint_1").stat().st_size
-    assert 4000 < size < 4100
+    (tmp_path / "checkpoint_6.orbax-checkpoint-tmp-1").mkdir()
+    (tmp_path / "checkpoint_2_gda").mkdir()
+    (tmp_path / "other_1").write_bytes(b"\x80")
+    orbax, msgpack = tmp_path / "checkpoint_2", tmp_path / "checkpoint_1"
+    found = subprocess.run(
+        ["find", str(orbax), "-type", "f", "-printf", "%s\n"], capture_output=True, text=True, check=True
+    )
+    sizes = {"checkpoint_1": msgpack.stat().st_size, "checkpoint_2": sum(map(int, found.stdout.split()))}
+    records = [one for one in json.loads(ls(tmp_path, "--json").stdout) if one["kind"] == "checkpoint"]
+    facts = ("step", "format", "complete", "why", "name")
+    assert [tuple(record[fact] for fact in facts) for record in records] == [
+        (1, "msgpack", True, None, "checkpoint_1"),
+        (2, "orbax", True, None, "checkpoint_2"),
+        (3, "msgpack", True, None, "checkpoint_3"),
+        (4, "orbax", False, "the directory is empty", "checkpoint_4"),
+        (5, "msgpack", False, "the file is empty", "checkpoint_5"),
+        (None, "msgpack", True, None, "checkpoint_best"),
+    ]
+    assert {one["name"]: one["nbytes"] for one in records if one["name"] in sizes} == sizes
+    assert datetime.datetime.fromisoformat(records[1]["saved"]).timestamp() == NOVEMBER
+    for record, one in zip(iter_checkpoints(tmp_path), records, strict=True):
+        assert (record.path, record.step, record.format, record.complete, record.why or None, record.nbytes) == tuple(
+            one[fact] for fact in ("path", "step", "format", "complete", "why", "nbytes")
+        )
+    assert checkpoints.available_steps(tmp_path) == [1, 2, 3]
     result = ls(tmp_path)
-    assert result.exit_code == 0
+    assert result.exit_code == 0 and "\x1b" not in result.stdout
     heading, *lines = result.stdout.splitlines()
     assert heading.split() == ["step", "format", "size", "saved", "age", "state", "name"]
-    assert "\x1b" not in result.stdout
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOVEMBER))
     years = int((time.time() - NOVEMBER) / (365.25 * 86400))
-    first = f"1 msgpack {size / 1000:.2f} kB {saved} {years} y complete checkpoint_1"
+    first = f"1 msgpack {sizes['checkpoint_1'] / 1000:.2f} kB {saved} {years} y complete checkpoint_1"
     assert lines[0].split() == first.split()
-    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "-"]
-    assert [line.split()[1] for line in lines] == ["msgpack", "orbax", "msgpack", "orbax", "msgpack", "msgpack"]
-    assert "incomplete: the directory is empty" in lines[3]
-    assert "incomplete: the file is empty" in lines[4]
+    assert [line.split()[0] for line in lines[:6]] == ["1", "2", "3", "4", "5", "-"]
+    assert "incomplete: the directory is empty" in lines[3] and "incomplete: the file is empty" in lines[4]
     assert lines[5].split()[-2:] == ["complete", "checkpoint_best"]
 
 
-def test_json(tmp_path: Path) -> None:
-    """``--json`` gives exact bytes, as ``find`` counts them, and times with their zone."""
-    run_of_flax(tmp_path)
-    records = {record["name"]: record for record in json.loads(ls(tmp_path, "--json").stdout)}
-    assert [(record["step"], record["complete"]) for record in records.values()] == [
-        (1, True),
-        (2, True),
-        (3, True),
-        (4, False),
-        (5, False),
-        (None, True),
-    ]
-    command = ["find", str(tmp_path / "checkpoint_2"), "-type", "f", "-printf", "%s\n"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    orbax = records["checkpoint_2"]
-    assert orbax["nbytes"] == sum(map(int, found.stdout.split()))
-    assert datetime.datetime.fromisoformat(orbax["saved"]).timestamp() == NOVEMBER
-    assert (orbax["format"], orbax["path"], orbax["why"]) == ("orbax", str(tmp_path / "checkpoint_2"), None)
-    assert records["checkpoint_5"]["why"] == "the file is empty"
+def test_paths_are_in_the_callers_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative directories and prefixes with a folder give paths of the same form, which open."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints.save_checkpoint("runs", TREE, 1, prefix="a/ck_")
+    assert [record.path for record in iter_checkpoints("runs", "a/ck_")] == ["runs/a/ck_1"]
 
 
 def test_leaves(tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def test_leftovers_and_strangers_are_apart(tmp_path: Path) -> None:
 def test_dashes_before_steps(tmp_path: Path) -> None:
     """A dash is a sign after a separator only: ``convert`` reads 3 of ``ckpt-3``, too."""
     for prefix, step in (("ckpt-", 3), ("ckpt-", 12), ("model_", -2), ("run.", -1.5)):
-        flax_ckpt_compat.checkpoints.save_checkpoint(tmp_path, TREE, step, prefix=prefix, keep=9)
+        checkpoints.save_checkpoint(tmp_path, TREE, step, prefix=prefix, keep=9)
     found = json.loads(ls(tmp_path, "--recursive", "--json").stdout)
     steps = {one["name"]: one["step"] for one in found}
     assert steps == {"ckpt-3": 3, "ckpt-12": 12, "model_-2": -2, "run.-1.5": -1.5}
@@ -143,14 +150,13 @@ def test_recursive(tmp_path: Path) -> None:
     assert ls(tmp_path / "absent", "-r").exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["checkpoint_1", "checkpoint_2"])
-@pytest.mark.parametrize("options", [(), ("--json",)])
-def test_a_checkpoint_instead_of_its_directory(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_checkpoint_instead_of_its_directory(tmp_path: Path) -> None:
     """A checkpoint's own path is refused with the directory to list instead, in either format."""
     run_of_flax(tmp_path)
-    result = ls(tmp_path / name, *options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert str(tmp_path) in result.stderr.replace(str(tmp_path / name), "")
+    for path, *options in ((tmp_path / "checkpoint_1",), (tmp_path / "checkpoint_2", "--json")):
+        result = ls(path, *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert str(tmp_path) in result.stderr.replace(str(path), "")
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:

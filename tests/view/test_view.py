@@ -18,7 +18,7 @@ from flax import serialization
 
 from flax_ckpt_compat import checkpoints, config, errors, iter_checkpoints, open_checkpoint
 from tests.support.samples import SAMPLES, fingerprint
-from tests.support.saves import tree, use_flag
+from tests.support.saves import use_flag
 
 TREE: dict[str, Any] = {
     "params": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16)},
@@ -313,40 +313,6 @@ def test_a_checkpoint_that_is_replaced_after_it_was_opened(tmp_path: Path) -> No
                         assert np.all(view.read(path)[path] == 1)
 
 
-def mixed(directory: Path) -> None:
-    """Steps in both formats, a named one, unfinished ones, and what is not a checkpoint."""
-    for step, flag in ((2, False), (3, True), (10, True), ("best", False)):
-        with use_flag(flag):
-            checkpoints.save_checkpoint(directory, tree(), step, keep=9)
-    (directory / "checkpoint_4").touch()
-    (directory / "checkpoint_5").mkdir()
-    (directory / "checkpoint_6.orbax-checkpoint-tmp-1").mkdir()
-    (directory / "checkpoint_2_gda").mkdir()
-    (directory / "checkpoint_2_gda" / "array").write_bytes(bytes(100))
-    (directory / "other_1").write_bytes(b"\x80")
-
-
-def test_every_checkpoint_in_order(tmp_path: Path) -> None:
-    """Both formats in the order of steps, unfinished ones with the reason, named ones last; temporaries not at all."""
-    mixed(tmp_path)
-    records = list(iter_checkpoints(tmp_path))
-    assert [(record.step, os.path.basename(record.path), record.format) for record in records] == [
-        (2, "checkpoint_2", "msgpack"),
-        (3, "checkpoint_3", "orbax"),
-        (4, "checkpoint_4", "msgpack"),
-        (5, "checkpoint_5", "orbax"),
-        (10, "checkpoint_10", "orbax"),
-        (None, "checkpoint_best", "msgpack"),
-    ]
-    assert [record.step for record in records if not record.complete] == [4, 5]
-    assert {record.step: record.why for record in records if record.why} == {
-        4: "the file is empty",
-        5: "the directory is empty",
-    }
-    steps = checkpoints.available_steps(tmp_path)
-    assert steps == [record.step for record in records if record.complete and record.step is not None]
-
-
 def test_bytes_on_disk(flag: bool, tmp_path: Path) -> None:
     """The bytes are those of all files, with the arrays of a ``_gda`` folder."""
     path = Path(checkpoints.save_checkpoint(tmp_path, {"w": np.random.default_rng(0).random(1000)}, 1))
@@ -355,14 +321,6 @@ def test_bytes_on_disk(flag: bool, tmp_path: Path) -> None:
     (record,) = iter_checkpoints(tmp_path)
     files = [file for file in (path, *path.rglob("*")) if file.is_file()]
     assert record.nbytes == sum(file.stat().st_size for file in files) + 123
-
-
-def test_paths_are_in_the_callers_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative directories and prefixes with a folder give paths of the same form, which open."""
-    monkeypatch.chdir(tmp_path)
-    checkpoints.save_checkpoint("runs", tree(), 1, prefix="a/ck_")
-    (record,) = iter_checkpoints("runs", "a/ck_")
-    assert record.path == "runs/a/ck_1"
 
 
 @pytest.mark.parametrize("step_prefix", [None, "run"])
