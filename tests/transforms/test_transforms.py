@@ -91,6 +91,43 @@ def test_what_was_made_illegal_afterwards_raises_at_use(side: Any, change: dict[
         Transforms({"x": {"a": transform}})
 
 
+TWICE = {"a/b": 1, "a": {"b": 2}}
+KEPT = Transform(use_fallback=True)
+# What is applied to which tree for which new one, the class of the error and what it says.
+REFUSED: list[tuple[Any, Any, Any, Any, str]] = [
+    *(
+        ({}, {"x": [leaf]}, {"x": {}}, TransformError, rf"expected a Transform at x/0, found {type(leaf).__name__}")
+        for leaf in (3, "b/c", Transform, double, np.ones(2))
+    ),
+    ({}, {"x(": Transform()}, {"x": {}}, TransformError, r"'x\('.*re\.escape"),
+    ({"x": 1}, {"(x)": Transform(r"\2")}, {"x": 0}, TransformError, r"'\(x\)'.*group reference 2"),
+    ({}, {"a/b": Transform(), "a": {"b": Transform()}}, {"x": {}}, NameCollisionError, "a/b"),
+    # An absent source, also where a later transform replaces it, and an empty one that none replaces.
+    ({"a1": 1}, {"(.)1": Transform("z/q")}, {"a1": 0}, TransformError, r"'\(\.\)1'.*takes z/q for a1,"),
+    ({"b": {"c": 2}}, {"x": Transform(("b", "c/d"))}, {"x": 0}, TransformError, r"\('b', 'c/d'\)"),
+    ({"a": 1}, {".*": Transform("e"), "a": KEPT}, {"a": 0}, TransformError, r"'\.\*' takes e for a,"),
+    # Nothing is chosen in silence where a key contains a separator and so names two leaves.
+    (TWICE, {"x": Transform("a/b")}, {"x": 0}, NameCollisionError, r"'a/b' means 2 leaves.*\('a/b',\).*tuple"),
+    ({}, {}, TWICE, NameCollisionError, "'a/b'"),
+]
+
+
+@pytest.mark.parametrize(("old", "transforms", "new", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_refused(old: Any, transforms: Any, new: Any, error: Any, message: str) -> None:
+    """With the key of the transform, its type, or the leaf."""
+    with pytest.raises(error, match=message):
+        apply_transformations(old, transforms, new)
+
+
+def test_an_empty_source_and_a_fallback_to_what_is_stored() -> None:
+    """The error for an absent source has the leaf; an empty one that a fallback keeps is absent, too."""
+    with pytest.raises(TransformError, match=r"'\.\*' takes e for a,") as caught:
+        Transforms({".*": Transform("e"), "a": KEPT}).resolve("a", lambda _: False, is_empty=lambda one: one == "e")
+    assert caught.value.leaf == "a"
+    with pytest.raises(TransformError, match="use_fallback"):
+        apply_transformations({}, {"f": KEPT}, {"f": 1}, default_to_original=False)
+
+
 @pytest.mark.parametrize("key", [("b/c", "d"), ("b/c", 0)])
 def test_a_tuple_is_an_exact_key_path(key: tuple[Any, ...]) -> None:
     r"""A tuple as original_key, which Orbax documents and cannot apply, names one leaf: no separators, no groups."""
@@ -99,37 +136,8 @@ def test_a_tuple_is_an_exact_key_path(key: tuple[Any, ...]) -> None:
     assert apply_transformations(original, {"(.*)": Transform((r"\1",))}, {"x": 0}) == {"x": 3}
     with pytest.raises(TypeError):
         real.apply_transformations(original, {"(.*)": real.Transform(key)}, {"x": 0})
-    with pytest.raises(TransformError, match=r"\('b', 'c/d'\)"):
-        apply_transformations(original, {"x": Transform(("b", "c/d"))}, {"x": 0})
-
-
-@pytest.mark.parametrize("leaf", [3, "b/c", Transform, double, np.ones(2)])
-def test_what_is_no_transform_is_refused(leaf: Any) -> None:
-    """A leaf that is not a transform is refused with its key and type."""
-    with pytest.raises(TransformError, match=r"expected a Transform at x/0, found " + type(leaf).__name__):
-        Transforms({"x": [leaf]})
-
-
-def test_bad_expressions_name_their_key() -> None:
-    """A key that is not a regular expression, and a reference to a group that it lacks, are told with the key."""
-    with pytest.raises(TransformError, match=r"'x\('.*re\.escape"):
-        Transforms({"x(": Transform()})
-    with pytest.raises(TransformError, match=r"'\(x\)'.*group reference 2.*"):
-        apply_transformations({"x": 1}, {"(x)": Transform(r"\2")}, {"x": 0})
-    with pytest.raises(NameCollisionError, match="a/b"):
-        Transforms({"a/b": Transform(), "a": {"b": Transform()}})
-
-
-def test_an_absent_source_is_told() -> None:
-    """The error for an absent source names target, transform and source."""
-    with pytest.raises(TransformError, match=r"'\(\.\)1'.*takes z/q for a1,") as caught:
-        Transforms({"(.)1": Transform("z/q")}).resolve("a1", lambda source: source == "a1", True)
-    assert caught.value.leaf == "a1"
-    empty_then_kept = Transforms({".*": Transform("e"), "a": Transform(use_fallback=True)})
-    with pytest.raises(TransformError, match=r"'\.\*' takes e for a,"):
-        empty_then_kept.resolve("a", lambda _: False, is_empty=lambda source: source == "e")
-    with pytest.raises(TransformError, match="use_fallback"):
-        apply_transformations({}, {"f": Transform(use_fallback=True)}, {"f": 1}, default_to_original=False)
+    found = apply_transformations(TWICE, {"x": Transform(("a/b",)), "y": Transform(("a", "b"))}, {"x": 0, "y": 0})
+    assert found == {"x": 1, "y": 2}
 
 
 def test_an_absent_source_behind_a_rule_is_told(tmp_path: Path) -> None:
@@ -165,19 +173,6 @@ def test_kept_leaves_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert record.name == "flax_ckpt_compat"
     assert "new/v, new/w" in record.getMessage()
     assert "f," not in record.getMessage()
-
-
-def test_names_that_mean_two_leaves() -> None:
-    """Where a key contains a separator and so names two leaves, nothing is chosen in silence; a tuple still works."""
-    twice = {"a/b": 1, "a": {"b": 2}}
-    with pytest.raises(NameCollisionError, match=r"'a/b' means 2 leaves.*\('a/b',\).*tuple"):
-        apply_transformations(twice, {"x": Transform("a/b")}, {"x": 0})
-    with pytest.raises(NameCollisionError, match="'a/b'"):
-        apply_transformations({}, {}, twice)
-    assert apply_transformations(twice, {"x": Transform(("a/b",)), "y": Transform(("a", "b"))}, {"x": 0, "y": 0}) == {
-        "x": 1,
-        "y": 2,
-    }
 
 
 ARGS = RestoreArgs(np.ndarray, np.dtype("float32"))
