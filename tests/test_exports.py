@@ -1,15 +1,13 @@
 """The package itself: what it offers, its signatures, its wheel, and what importing it costs."""
 
 import configparser
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import flax_ckpt_compat
 from tests import public_signatures
+from tests.support.interpreters import run_python
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tensorstore", "msgpack", "orbax", "rich", "click", "etils"}
@@ -17,15 +15,7 @@ HEAVY = {"jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tensorstore", "msgpack"
 
 def modules_after(statement: str) -> set[str]:
     """The modules that a fresh interpreter holds after a statement."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": "false"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return set(done.stdout.split())
+    return set(run_python(f"{statement}\nimport sys\nprint(*sys.modules)", fresh=True)[0].split())
 
 
 def test_all_is_sorted_and_complete() -> None:

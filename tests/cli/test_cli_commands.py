@@ -17,6 +17,7 @@ from flax_ckpt_compat import cli, save
 from flax_ckpt_compat._view import verify
 from flax_ckpt_compat.cli._command_base import Command
 from tests.support import terminal
+from tests.support.interpreters import run_python
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -41,10 +42,7 @@ for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(
     except SystemExit as end:
         print(json.dumps([arguments[0], end.code, sorted(heavy & sys.modules.keys())]), file=sys.stderr)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    found = list(map(json.loads, done.stderr.splitlines()))
+    found = list(map(json.loads, run_python(script, fresh=True)[1].splitlines()))
     assert [one[:2] for one in found] == [
         [name, 0] for name in ("--help", "ls", "clean", "show", "verify", "diff", "convert")
     ]
@@ -98,11 +96,8 @@ def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_completion(line: str, completed: str) -> None:
     """Click's completion, as the guide shows it, completes commands and options, and leaves files to the shell."""
     words = {"_FLAX_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    command = [sys.executable, "-c", "from flax_ckpt_compat.cli import main; main(prog_name='flax-ckpt')"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **words}, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == [completed]
+    program = "from flax_ckpt_compat.cli import main; main(prog_name='flax-ckpt')"
+    assert run_python(program, fresh=True, **words)[0].split() == [completed]
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +26,7 @@ from safetensors.numpy import save_file
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import ArraySlice
+from tests.support.interpreters import run_python
 from tests.support.layouts import assert_every_function_reads, assert_same
 
 PARAMS = {
@@ -205,9 +204,7 @@ with flax_ckpt_compat.open_checkpoint(sys.argv[1]) as view, ThreadPoolExecutor(2
 
 def test_processes_and_threads_read_at_positions_of_their_own(tmp_path: Path) -> None:
     """A fork while other threads read neither waits for them, nor moves them; in a process of its own, as jax warns."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKS_BESIDE_THREADS, str(tmp_path / "a.npz")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(FORKS_BESIDE_THREADS, tmp_path / "a.npz", fresh=True, PYTHONWARNINGS="ignore")
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])

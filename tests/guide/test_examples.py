@@ -19,7 +19,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from tests.support.saves import use_flag
+from tests.support.saves import start_python, use_flag
 
 MODULES = ("checkpoints", "config", "rules", "transforms")
 # What the reference says every example begins with.
@@ -87,21 +87,18 @@ def program() -> str:
 def test_a_signal_of_the_scheduler(flag: bool, tmp_path: Path) -> None:
     """The program ends by itself, with code 0, having saved the step that it reached; the next one goes on there."""
     run, reached = tmp_path / "run", []
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "FLAX_USE_ORBAX_CHECKPOINTING": str(flag).lower()}
     for _ in range(2):
         before = checkpoints.latest_checkpoint(run)
-        with subprocess.Popen(
-            [sys.executable, "-c", program(), str(run)], env=environment, stdout=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                end = time.monotonic() + 60
-                while checkpoints.latest_checkpoint(run) == before and time.monotonic() < end:
-                    time.sleep(0.05)  # until it trains, and has its handler
-                process.send_signal(signal.SIGTERM)
-                printed, _ = process.communicate(timeout=60)
-            finally:
-                process.kill()
-        assert process.returncode == 0, printed
+        process = start_python(program(), run, FLAX_USE_ORBAX_CHECKPOINTING=str(flag).lower())
+        try:
+            end = time.monotonic() + 60
+            while checkpoints.latest_checkpoint(run) == before and time.monotonic() < end:
+                time.sleep(0.05)  # until it trains, and has its handler
+            process.send_signal(signal.SIGTERM)
+            printed, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 0, told
         reached.append(int(printed.split()[1]))
         with use_flag(flag):
             state = checkpoints.restore_checkpoint(run, {"w": np.zeros(4), "step": 0})

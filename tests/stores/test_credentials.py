@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat.errors import StorageError
 from tests.support.s3 import Answer, Bucket
 
-_KEY = re.compile("Credential=([^/]+)/")
-_EXPIRED = (
-    400,
-    [("Content-Type", "application/xml")],
-    b"<Error><Code>ExpiredToken</Code><Message>Old.</Message></Error>",
-)
+_EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>Old.</Message></Error>"
 
 
 def profile(name: str, key: str) -> str:
@@ -37,18 +32,26 @@ def file(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "credentials"
 
 
+class Keys(list[str]):
+    """The keys with which requests are signed, and what happens once one is refused, which has expired."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expired: dict[str, Callable[[], object]] = {}
+
+
 @pytest.fixture
-def keys(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys with which requests are signed; one that begins with "OLD" has expired."""
-    store, seen = bucket.proxy.store, list[str]()
+def keys(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """Those of all requests to the bucket."""
+    store, seen = bucket.proxy.store, Keys()
 
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         signed = {name.lower(): value for name, value in headers.items()}.get("authorization", "")
-        found = _KEY.search(signed)
-        seen.append(found[1] if found else "")
-        if seen[-1].startswith("OLD"):
-            return *_EXPIRED[:2], b"" if method == "HEAD" else _EXPIRED[2]
-        return store(method, path, headers, body)
+        seen.append(signed.partition("Credential=")[2].partition("/")[0])
+        if seen[-1] not in seen.expired:
+            return store(method, path, headers, body)
+        seen.expired[seen[-1]]()
+        return 400, [("Content-Type", "application/xml")], b"" if method == "HEAD" else _EXPIRED
 
     monkeypatch.setattr(bucket.proxy, "store", answer)
     return seen
@@ -65,7 +68,7 @@ def keys(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_a_profile(
-    variables: dict[str, str], expected: str, bucket: Bucket, file: Path, keys: list[str], monkeypatch: Any
+    variables: dict[str, str], expected: str, bucket: Bucket, file: Path, keys: Keys, monkeypatch: Any
 ) -> None:
     """Requests are signed with its key, as those of the AWS tools; TensorStore alone would not sign them."""
     file.write_text(profile("default", "DEFAULT") + profile("team", "TEAM"))
@@ -77,32 +80,22 @@ def test_a_profile(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_a_file_that_was_renewed(
-    format: Any, bucket: Bucket, file: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_renewed(format: Any, bucket: Bucket, file: Path, keys: Keys) -> None:
     """What another program writes into it once the first key has expired counts from the next request on."""
     file.write_text(profile("default", "FIRST"))
     url = f"{bucket.url}/run"
     flax_ckpt_compat.save(url, {"a": 1}, step=1, format=format)
-    store = bucket.proxy.store
-
-    def expire(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-        if "FIRST" not in str(headers):
-            return store(method, path, headers, body)
-        file.write_text(profile("default", "SECOND"))
-        keys.append("refused")
-        return *_EXPIRED[:2], b"" if method == "HEAD" else _EXPIRED[2]
-
-    monkeypatch.setattr(bucket.proxy, "store", expire)
+    keys.expired["FIRST"] = lambda: file.write_text(profile("default", "SECOND"))
     keys.clear()
     flax_ckpt_compat.save(url, {"a": 2}, step=2, format=format)
     assert flax_ckpt_compat.restore(url, {"a": 0}) == {"a": 2}
-    assert set(keys) == {"refused", "SECOND"}
+    assert set(keys) == {"FIRST", "SECOND"}
 
 
 @pytest.mark.slow
-def test_variables_that_are_set_anew(bucket: Bucket, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_set_anew(bucket: Bucket, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """They count in the same process, as in a notebook."""
+    keys.expired["OLD"] = lambda: None
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "OLD")
     with pytest.raises(StorageError, match="credentials, which may be missing or have expired"):
         ours.available_steps(f"{bucket.url}/run")

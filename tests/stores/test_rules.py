@@ -7,7 +7,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from etils import epath
 from flax.training import checkpoints as flax_checkpoints
@@ -19,38 +18,23 @@ from tests.random_cases.saves import PREFIXES, calls, number, one_spelling, run
 from tests.support.interpreters import run_python
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
-from tests.support.saves import names, new_folder
-from tests.support.store_places import Place
+from tests.support.saves import names, new_folder, tree
 from tests.support.trees import fingerprint
 
 
-@pytest.fixture
-def place(bucket: Bucket) -> Place:
-    """A place that holds nothing yet."""
-    return Place(f"{bucket.url}/run", bucket=bucket)
-
-
-def state(step: int) -> dict[str, Any]:
-    """A tree that tells which save it is from."""
-    return {"w": np.random.default_rng(step).random((60, 500)), "step": step, "none": None}
-
-
-def expect(found: Any, step: int) -> None:
-    """Fails unless the values, types and bits are those of this save."""
-    assert fingerprint(found) == fingerprint(state(step))
-
-
 @pytest.mark.slow
-def test_paths_in_every_form(flag: bool, place: Place) -> None:
+def test_paths_in_every_form(flag: bool, bucket: Bucket) -> None:
     """Trailing slashes, prefixes with slashes and PathLike objects mean the same place."""
-    ours.save_checkpoint(place.root + "/", state(1), 1)
-    ours.save_checkpoint(epath.Path(place.root), state(2), 2, keep=2)
-    ours.save_checkpoint(place.root, state(3), 3, prefix="sub/model_")
-    assert ours.latest_checkpoint(epath.Path(place.root)) == place / "checkpoint_2"
-    assert ours.available_steps(place.root + "//") == [1, 2]
-    assert ours.latest_checkpoint(place.root, "sub/model_") == place / "sub/model_3"
-    expect(ours.restore_checkpoint(epath.Path(place / "sub"), None, prefix="model_"), 3)
-    assert [record.step for record in flax_ckpt_compat.iter_checkpoints(epath.Path(place.root))] == [1, 2]
+    root = f"{bucket.url}/run"
+    ours.save_checkpoint(root + "/", tree(1), 1)
+    ours.save_checkpoint(epath.Path(root), tree(2), 2, keep=2)
+    ours.save_checkpoint(root, tree(3), 3, prefix="sub/model_")
+    assert ours.latest_checkpoint(epath.Path(root)) == f"{root}/checkpoint_2"
+    assert ours.available_steps(root + "//") == [1, 2]
+    assert ours.latest_checkpoint(root, "sub/model_") == f"{root}/sub/model_3"
+    found = ours.restore_checkpoint(epath.Path(f"{root}/sub"), None, prefix="model_")
+    assert fingerprint(found) == fingerprint(tree(3))
+    assert [record.step for record in flax_ckpt_compat.iter_checkpoints(epath.Path(root))] == [1, 2]
 
 
 @pytest.mark.slow
