@@ -74,22 +74,18 @@ def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert warning_of(tmp_path / "many", caplog).endswith("'checkpoint_'")  # names in natural order: those are first
 
 
-def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``runs/best_`` names its steps in ``runs``: an error, and a warning where the target returns."""
+@pytest.mark.parametrize(("name", "steps"), [("best_", (9, 10)), ("best_11", (10, 9))])
+def test_a_step_that_is_not_there(
+    name: str, steps: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``runs/best_11`` beside other steps, or ``runs/best_``, is no first run: a warning names those.
+
+    Other runs are no steps."""
     for step in (9, 10):
         save(tmp_path, tree(1), step=step, prefix="best_", format="msgpack", keep=9)
-    expected = f"does not exist: did you mean {tmp_path}/best_9, {tmp_path}/best_10?"
-    assert expected in error_of(restore, tmp_path / "best_")
-    assert expected in warning_of(tmp_path / "best_", caplog)
-
-
-def test_a_step_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``runs/checkpoint_11`` beside other steps is no first run: a warning names those; other runs are no steps."""
-    for step in (9, 10):
-        save(tmp_path, tree(1), step=step, format="msgpack", keep=9)
-    expected = f"does not exist: did you mean {tmp_path}/checkpoint_10, {tmp_path}/checkpoint_9?"
-    assert expected in error_of(restore, tmp_path / "checkpoint_11")
-    assert expected in warning_of(tmp_path / "checkpoint_11", caplog)
+    expected = f"does not exist: did you mean {tmp_path}/best_{steps[0]}, {tmp_path}/best_{steps[1]}?"
+    assert expected in error_of(restore, tmp_path / name)
+    assert expected in warning_of(tmp_path / name, caplog)
     for run in ("run_1", "run_2"):
         save(tmp_path / run, tree(1), step=1, format="msgpack")
     caplog.clear()

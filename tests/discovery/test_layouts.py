@@ -247,35 +247,63 @@ def test_names_that_are_no_key_paths(file: str, names: tuple[str, ...], tmp_path
     assert_same(flax_ckpt_compat.restore(tmp_path / file), tensors)
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    """An array of objects is refused when it is asked for, hides nothing else, and its pickle is not run."""
-    ran = tmp_path / "ran"
+def hostile(path: Path) -> None:
+    """An archive with an array of objects."""
 
     class Hostile:
         def __reduce__(self) -> Any:
-            return (Path.touch, (ran,))
+            return (Path.touch, (path.with_name("ran"),))
 
-    np.savez(tmp_path / "a.npz", good=np.ones(3), bad=np.array([Hostile()], dtype=object))
-    with pytest.raises(errors.UnsupportedLeafError, match="bad holds Python objects"):
-        flax_ckpt_compat.restore(tmp_path / "a.npz")
-    (found,) = flax_ckpt_compat.verify(tmp_path / "a.npz").checkpoints
-    assert {leaf.path: leaf.state for leaf in found.leaves} == {"good": "ok", "bad": "unreadable"}
-    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz", {"good": np.zeros(3)}), {"good": np.ones(3)})
-    with flax_ckpt_compat.open_checkpoint(tmp_path / "a.npz") as view:
-        assert_same(view.read("good"), {"good": np.ones(3)})
-    assert not ran.exists()
+    np.savez(path, good=np.ones(3), bad=np.array([Hostile()], dtype=object))
 
 
-def test_a_damaged_array_hides_no_other(tmp_path: Path) -> None:
-    """It is told when it is asked for, and by `verify`."""
-    np.savez(tmp_path / "a.npz", bad=np.full(3, 7.25), good=np.ones(3))
-    content = (tmp_path / "a.npz").read_bytes()
-    (tmp_path / "a.npz").write_bytes(content.replace(np.full(3, 7.25).tobytes(), np.full(3, 7.5).tobytes()))
-    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz", {"good": np.zeros(3)}), {"good": np.ones(3)})
-    with pytest.raises(errors.CorruptCheckpointError, match="bad does not decode"):
-        flax_ckpt_compat.restore(tmp_path / "a.npz")
-    (found,) = flax_ckpt_compat.verify(tmp_path / "a.npz").checkpoints
-    assert {leaf.path: leaf.state for leaf in found.leaves} == {"good": "ok", "bad": "damaged"}
+def damaged(path: Path) -> None:
+    """An archive in which an array has another value than was saved."""
+    np.savez(path, bad=np.full(3, 7.25), good=np.ones(3))
+    path.write_bytes(path.read_bytes().replace(np.full(3, 7.25).tobytes(), np.full(3, 7.5).tobytes()))
+
+
+def packed(path: Path) -> None:
+    """A file with a tensor of a dtype that numpy lacks."""
+    entries = {
+        "bad": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        "good": {"dtype": "F64", "shape": [3], "data_offsets": [3, 27]},
+    }
+    path.write_bytes(header(entries, b"123" + np.ones(3).tobytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "error", "told", "states"),
+    [
+        ("a.npz", hostile, errors.UnsupportedLeafError, "bad holds Python objects", ("ok", "unreadable")),
+        ("a.npz", damaged, errors.CorruptCheckpointError, "bad does not decode", ("ok", "damaged")),
+        (
+            "a.safetensors",
+            packed,
+            errors.UnsupportedLeafError,
+            "bad is of the dtype 'F6_E2M3'",
+            ("unverified", "unreadable"),
+        ),
+    ],
+)
+def test_what_cannot_be_read_hides_no_other(
+    name: str, write: Callable[[Path], None], error: type[Exception], told: str, states: tuple[str, str], tmp_path: Path
+) -> None:
+    """It is refused where it is asked for, and by `verify`; no pickle is run."""
+    path, good = tmp_path / name, {"good": np.ones(3)}
+    write(path)
+    assert_same(flax_ckpt_compat.restore(path, {"good": np.zeros(3)}), good)
+    for target in (None, {"bad": np.zeros(4, np.float32), **good}):
+        with pytest.raises(error, match=told):
+            flax_ckpt_compat.restore(path, target)
+    (found,) = flax_ckpt_compat.verify(path).checkpoints
+    assert {leaf.path: leaf.state for leaf in found.leaves} == dict(zip(("good", "bad"), states, strict=True))
+    with flax_ckpt_compat.open_checkpoint(path) as view:
+        assert_same(view.read("good"), good)
+        assert write is not packed or view.tree["bad"].shape == (4,)
+        with pytest.raises(error):
+            view.read("bad")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["saved", "saved.safetensors", "checkpoint_3"])
@@ -331,24 +359,6 @@ def test_it_is_no_checkpoint_of_a_directory(tmp_path: Path) -> None:
         flax_ckpt_compat.restore(tmp_path / "checkpoint_9")
     checkpoints.save_checkpoint(tmp_path, {"a": np.zeros(2)}, 10, keep=1)
     assert {path.name for path in tmp_path.iterdir()} >= {"checkpoint_9", "checkpoint_9.safetensors", "checkpoint_10"}
-
-
-def test_a_dtype_that_numpy_lacks(tmp_path: Path) -> None:
-    """It hides no other tensor of its file, and is refused where it is asked for."""
-    file = tmp_path / "model.safetensors"
-    values = np.arange(2, dtype=np.float32)
-    of_others = {"b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}
-    file.write_bytes(
-        header(entry(dtype="F6_E2M3", shape=[4], data_offsets=[0, 3]) | of_others, b"123" + values.tobytes())
-    )
-    np.testing.assert_array_equal(flax_ckpt_compat.restore(file, {"b": np.zeros(2, np.float32)})["b"], values)
-    with flax_ckpt_compat.open_checkpoint(file) as opened:
-        assert opened.tree["a"].shape == (4,)
-        with pytest.raises(errors.UnsupportedLeafError):
-            opened.read("a")
-    for target in (None, {"a": np.zeros(4, np.float32), "b": values}):
-        with pytest.raises(errors.UnsupportedLeafError, match="a is of the dtype 'F6_E2M3'"):
-            flax_ckpt_compat.restore(file, target)
 
 
 def test_lost_and_strange_shards(tmp_path: Path) -> None:

@@ -479,7 +479,12 @@ def test_two_checkpoints_into_one(path: str, other: str) -> None:
 
 
 def test_rules_for_the_other_checkpoint(path: str, other: str) -> None:
-    """The other checkpoint has rules of its own, and rules that follow see what was taken."""
+    """The other checkpoint has rules of its own, which are refused where they are written if they are no list of rules.
+
+    Rules that follow see what was taken."""
+    for given in (rules.rename("a", "b"), [{"a": "b"}], {"a": "b"}, [3]):
+        with pytest.raises(errors.TransformError, match="transforms is a list of rules"):
+            rules.from_checkpoint(other, "params/head", transforms=given)  # type: ignore[arg-type]
     target = {"params": {"first": {"w": np.zeros((2, 6), np.float32)}}, "step": 0}
     first = rules.from_checkpoint(other, "params/first", transforms=[rules.rename("Dense_0", "first")], step=2)
     restored = restore(path, target, transforms=[first, rules.pad("first/w", 6, axis=1)])
@@ -518,13 +523,6 @@ def test_the_other_checkpoint_is_replaced_meanwhile(path: str, tmp_path: Path, u
     with pytest.raises(errors.ReplacedError, match="was replaced while it was read") as caught:
         restore(path, {"w": old["w"], "n": 0}, transforms=taken)
     assert caught.value.path == other
-
-
-def test_bad_transforms_of_another_checkpoint(other: str) -> None:
-    """What is not a list of rules is refused where it is written."""
-    for given in (rules.rename("a", "b"), [{"a": "b"}], {"a": "b"}, [3]):
-        with pytest.raises(errors.TransformError, match="transforms is a list of rules"):
-            rules.from_checkpoint(other, "params/head", transforms=given)  # type: ignore[arg-type]
 
 
 def test_containers_around_what_is_taken_stay(tmp_path: Path) -> None:
