@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import signal
@@ -166,3 +167,27 @@ def test_a_withdrawn_task_never_runs() -> None:
     assert held() is None and task.done and task.wait(0)
     with pytest.raises(CancelledError):
         task.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_failure_holds_no_arrays(number: int) -> None:
+    """Once it was handled, what the work held is free, without the garbage collector: a caller may try again."""
+    arrays = [np.ones(3), np.ones(3)]
+    held, both = [weakref.ref(array) for array in arrays], threading.Barrier(2, timeout=20)
+
+    def work(at: int) -> None:
+        array = arrays[at]
+        both.wait()
+        if at == number:
+            raise OSError(f"{array} cannot be read")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="cannot be read"):
+            in_parallel(work, [0, 1], 2)
+        arrays.clear()
+        assert [array() for array in held] == [None, None]
+    finally:
+        gc.enable()

@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 from crc32c import crc32c
 from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
 
@@ -31,13 +30,14 @@ from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from tests.orbax_backend.test_shared import save_ours
 from tests.support.disks import flip
-from tests.support.orbax_trees import BACKEND, handles, load, save
+from tests.support.orbax_trees import BACKEND, database, find, handles, load, save
 from tests.support.team import team_of
 from tests.support.trees import fill
 
 MIB = 1 << 20
 RNG = np.random.default_rng(0)
 LARGE = RNG.standard_normal((3, 100_000)).astype(np.float32)  # two blocks
+START = LARGE.tobytes()[:64]
 TREE = {"large": LARGE, "mid": np.arange(300.0), "small": jnp.ones(7), "text": "s", "list": [1, None]}
 
 
@@ -63,21 +63,9 @@ def rewrite(file: Path, change: Any) -> None:
     file.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
 
 
-def find(path: str | Path, array: np.ndarray[Any, Any]) -> tuple[Path, int]:
-    """The file below a directory with the bytes of an array, and their offset."""
-    needle = array.tobytes()[:64]
-    found = [file for file in Path(path).rglob("*") if file.is_file() and needle in file.read_bytes()]
-    return found[0], found[0].read_bytes().index(needle)
-
-
-def store_of(path: str | Path, prefix: str = "") -> Any:
-    """The database, or what it has of an array, by TensorStore."""
-    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/", "path": prefix}).result()
-
-
 def stored_metadata(path: str, name: str) -> dict[str, Any]:
     """The ``zarr.json`` of an array."""
-    return json.loads(store_of(path, f"{name}/")["zarr.json"])
+    return json.loads(database(path, f"{name}/")["zarr.json"])
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -177,7 +165,7 @@ def test_errors_name_leaf_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The error has the leaf, the chunk, both checksums and what to do; checksums="off" reads the damaged bytes."""
     monkeypatch.setattr(read_arrays, "PIECE_BYTES", MIB)  # a part that verify() reads at once, of which this has two
     path = saved(tmp_path / "c")
-    file, at = find(path, LARGE)
+    file, at = find(path, START)
     flip(file, at + MIB + 5)
     with pytest.raises(
         ChecksumError, match=r"chunk 'large/0.0' of the leaf 'large'.*block 1.*checksums='off'"
@@ -229,7 +217,7 @@ def test_settings(tmp_path: Path) -> None:
 def test_mapped_arrays_are_verified_when_asked(tmp_path: Path) -> None:
     """A mapping reads nothing, so nothing is verified until verify() is called."""
     path = saved(tmp_path / "c")
-    file, at = find(path, LARGE)
+    file, at = find(path, START)
     flip(file, at + 9)
     assert not np.array_equal(fcc.restore(path, mapped=True)["large"], LARGE)
     assert fcc.verify(path).damaged
@@ -239,10 +227,10 @@ def test_what_others_write_is_no_damage(tmp_path: Path) -> None:
     """Values that another tool wrote later have no checksums, and the other leaves keep theirs."""
     path = saved(tmp_path / "c")
     changed = LARGE[::-1].copy()
-    store_of(path)["large/0.0"] = changed.tobytes()
+    database(path)["large/0.0"] = changed.tobytes()
     assert np.array_equal(fcc.restore(path)["large"], changed)
     assert not fcc.verify(path).damaged
-    file, at = find(path, TREE["mid"])
+    file, at = find(path, TREE["mid"].tobytes())
     flip(file, at)
     with pytest.raises(ChecksumError, match="mid"):
         fcc.restore(path)
@@ -341,7 +329,7 @@ def test_chunks_at_the_edge(shape: tuple[int, ...], tmp_path: Path, monkeypatch:
     found = fcc.verify(path)
     assert found.ok and found.verified
     for place in (0, array.size // 2, array.size - 1):
-        file, at = find(path, array.reshape(-1)[place : place + 1])
+        file, at = find(path, array.reshape(-1)[place : place + 1].tobytes())
         flip(file, at + 2)
         with pytest.raises(ChecksumError, match="'a'"):
             fcc.restore(path)
@@ -358,7 +346,7 @@ def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ocdbt_writer, "_COPY_BELOW_BYTES", 0)
     monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
     path = saved(tmp_path / "c", tree, compression=compression)
-    store = store_of(path)
+    store = database(path)
     if compression is None:
         assert store["a/1.1.0"] == np.pad(tree["a"][3:, 4:], ((0, 1), (0, 1), (0, 0))).tobytes()
     assert (len(store["zeros/0" if compression is None else "zeros/c/0"]) < 1024) == (compression == "zstd")
@@ -384,7 +372,7 @@ def test_records_of_older_releases(tmp_path: Path) -> None:
     with pytest.raises(ChecksumError, match="_METADATA"):
         fcc.restore(path)
     flip(path / "_METADATA", 2)
-    file, at = find(path, LARGE)
+    file, at = find(path, START)
     flip(file, at + MIB + 5)
     with pytest.raises(ChecksumError, match="block 1"):
         fcc.restore(path)
@@ -401,7 +389,7 @@ def test_crc32c_is_zarrs_codec(tmp_path: Path) -> None:
         assert json.loads((Path(path) / "_METADATA").read_text())["use_zarr3"] is True
         assert [codec["name"] for codec in stored_metadata(path, "large")["codecs"]] == names
         assert [codec["name"] for codec in stored_metadata(path, "small")["codecs"]] == ["bytes", "crc32c"]
-        assert store_of(path, "small/")["c/0"] == b"\xff" * 32 + struct.pack("<I", 0x62A8AB43)  # its test vector
+        assert database(path, "small/")["c/0"] == b"\xff" * 32 + struct.pack("<I", 0x62A8AB43)  # its test vector
 
 
 @pytest.mark.parametrize("shape", [(3,), (20, 20), (1000, 300)])
@@ -413,10 +401,10 @@ def test_a_flipped_bit_is_an_error_that_names_leaf_and_chunk(
     array = fill(shape, np.dtype(np.float32), 1)
     path = save(tmp_path / "c", {"inner": {"w": array}}, compression)
     if shape == (3,):
-        store = store_of(path, "inner.w/")  # a node of the database has a checksum of its own
+        store = database(path, "inner.w/")  # a node of the database has a checksum of its own
         store["c/0"] = bytes([*store["c/0"][:5], store["c/0"][5] ^ 4, *store["c/0"][6:]])
     else:
-        flip(*find(path, array))
+        flip(*find(path, array.tobytes()[:64]))
     with pytest.raises(ChecksumError, match=r"'inner/w'.*inner\.w/c/0"):
         load(path)
     with pytest.raises(ValueError, match="Digest mismatch"):
@@ -436,7 +424,7 @@ def test_parts_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for box, found in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
         np.testing.assert_array_equal(found, ROWS[box])
     np.testing.assert_array_equal(handle.reader.read([handle], mapped=True)[0], ROWS)
-    flip(*find(path, ROWS[500:]))
+    flip(*find(path, ROWS[500].tobytes()))
     (handle,) = handles(path).values()
     with pytest.raises(ChecksumError, match=r"'w'.*chunk 'w/c/1/0'"):
         handle.reader.read([ArraySlice(handle, (slice(251, 253), slice(0, 2)))])

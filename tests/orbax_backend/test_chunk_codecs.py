@@ -14,7 +14,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from tests.orbax_backend.conftest import WRITERS, pytree
-from tests.support.orbax_trees import handles, load
+from tests.support.orbax_trees import find, handles, load
 from tests.support.trees import fill, fingerprint
 
 DTYPES = ["bool", "int8", "uint16", "int32", "float64", "complex64", "bfloat16", "float8_e4m3fn", "int4"]
@@ -88,11 +88,6 @@ def _read_by_us(path: Path, name: str) -> Any:
         return None
 
 
-def _find(path: Path, value: bytes) -> tuple[Path, int]:
-    files = (file for file in sorted(path.rglob("*")) if file.is_file())
-    return next((file, data.index(value)) for file in files if value in (data := file.read_bytes()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flipped_bits(tmp_path: Path, layout: str, no_driver: None) -> None:
@@ -103,7 +98,7 @@ def test_flipped_bits(tmp_path: Path, layout: str, no_driver: None) -> None:
     path = LAYOUTS[layout](tmp_path / "c", {"w": values})
     keyed = ts.KvStore.open(_store(path, "w")["kvstore"]).result()
     chunk = next(keyed[key] for key in sorted(keyed.list().result()) if key[:2] not in (b".z", b"za"))
-    file, start = _find(path, chunk)
+    file, start = find(path, chunk)
     data, outcomes = file.read_bytes(), set()
     for at in {*range(40), *range(0, len(chunk), 41 * (1 + len(chunk) // 9000)), *range(len(chunk) - 24, len(chunk))}:
         changed = bytearray(data)

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore as ts
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
 from tests.orbax_backend.conftest import WRITERS as REAL
 from tests.orbax_backend.conftest import pytree
 from tests.support.logs import warnings_logged
-from tests.support.orbax_trees import change_metadata, load, on_host, save
+from tests.support.orbax_trees import change_metadata, database, load, on_host, save
 from tests.support.peers import skip_without_typed_keys
 from tests.support.profiles import examples
 from tests.support.trees import fingerprint
@@ -117,7 +116,7 @@ def test_keys_that_another_process_lists(tmp_path: Path) -> None:
 def test_a_short_or_missing_value(tmp_path: Path, size: int) -> None:
     """What is behind it, in memory or in the file, is not part of the array; even an array of zeros must be there."""
     path = save(tmp_path / "c", {"a": {"w": np.zeros(size)}, "b": np.ones(3)})
-    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
+    store = database(path)
     short = rf"'a/w'.*{8 * size - 16} bytes, expected {8 * size}"
     for value, said in ((bytes(8 * size - 16), short), (None, r"a/w.*a\.w/0.*missing")):
         store["a.w/0"] = value

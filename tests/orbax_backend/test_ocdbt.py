@@ -13,6 +13,7 @@ from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import location_of
 from tests.support import ocdbt_files as made
+from tests.support.orbax_trees import database
 
 VALUES = {b"a": b"1", b"b/.zarray": b"{}", b"b/0": bytes(300)}
 ROOT = made.leaf(VALUES)
@@ -73,7 +74,7 @@ def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
     tall = made.write(tmp_path / "tall", [*two, made.envelope(made.NODE, made.inner(places, 1))], height=1)
     flat = made.write(tmp_path / "flat", [made.envelope(made.NODE, ROOT)])
     for path, expected in ((tall, {b"a": b"1", b"b": b"22"}), (flat, VALUES)):
-        store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
+        store = database(path)
         assert {key: store[key] for key in store.list().result()} == expected
         assert made.values(path) == expected
 

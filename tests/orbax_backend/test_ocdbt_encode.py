@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.location import location_of
 from tests.support.ocdbt_files import values as values_of
+from tests.support.orbax_trees import database
 from tests.support.profiles import examples
 
 # Of up to 1,024 bytes inline, of more in a file.
@@ -48,7 +49,7 @@ def dumped(path: Path) -> Any:
 
 def by_tensorstore(path: Path) -> dict[bytes, bytes]:
     """All values that TensorStore finds, by listing and by looking up."""
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+    store = database(path)
     return {bytes(key): bytes(store.read(key).result().value) for key in store.list().result()}
 
 

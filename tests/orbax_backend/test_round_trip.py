@@ -21,7 +21,7 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Container
-from tests.support.orbax_trees import BACKEND, branches, load, save
+from tests.support.orbax_trees import BACKEND, branches, change_metadata, load, save
 from tests.support.peers import needs
 from tests.support.profiles import examples
 from tests.support.saves import new_folder
@@ -163,9 +163,7 @@ def test_stored_structure(tmp_path: Path) -> None:
 def test_what_does_not_decode_is_not_recorded(tmp_path: Path, text: Any) -> None:
     """The tree is told by its entries all the same."""
     path, _ = rich(tmp_path / "saved", {"a": (1, 2)})
-    metadata = json.loads((path / "_METADATA").read_text())
-    metadata["value_metadata_tree"] = text
-    (path / "_METADATA").write_text(json.dumps(metadata))
+    change_metadata(path, value_metadata_tree=text)
     assert flax_ckpt_compat.restore(path) == {"a": [1, 2]}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorstore as ts
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
 from flax_ckpt_compat._core.location import location_of
@@ -54,6 +55,17 @@ def load(path: Any) -> Any:
     values = dict(zip(map(id, found), reader.read(found), strict=True))
     reader.close()
     return to_values(reader.tree, values)
+
+
+def database(path: Any, prefix: str = "") -> Any:
+    """The array database of a directory, or what it has of an array, as TensorStore opens it."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/", "path": prefix}).result()
+
+
+def find(path: Any, content: bytes) -> tuple[Path, int]:
+    """The first file below a directory with this content, and its offset."""
+    files = (file for file in sorted(Path(path).rglob("*")) if file.is_file())
+    return next((file, data.index(content)) for file in files if content in (data := file.read_bytes()))
 
 
 def change_metadata(path: Path, **changes: Any) -> None:
