@@ -48,6 +48,7 @@ ABC = {"a": {"b": {"c": 1}}}
 SWAP = {"a": {"b": 1}, "b": {"a": 2}, "c": 3}
 LAYERS = {"layer_1": 1, "layer_2": 2}
 HEADS = {"a": {"head": {"w": 1}, "x": 2}, "b": {"head": {"w": 3}, "headless": 4}, "head": 5}
+NESTED = {"net": {"l1.conv.weight": 1, "l1.bias": 2, "step": 3}, "a.b": 4}
 FEW = {"params": {"w": 1}, "step": 2}
 RENAMED: list[tuple[Any, rules.Rule, dict[str, Any]]] = [
     # Wherever it occurs as a whole name, with groups, and at several levels at once.
@@ -91,6 +92,10 @@ RENAMED: list[tuple[Any, rules.Rule, dict[str, Any]]] = [
     ({"a": {"x": 1}, "b": {"y": 2}}, rules.move("a", "b"), {"b/x": 1, "b/y": 2}),
     (TREE, rules.move("params", ""), flat(TREE["params"])),
     (TREE, rules.move("step", ""), {"": 7}),
+    # Every name becomes levels; below a place alone, where one is given.
+    (NESTED, rules.nest("."), {"net/l1/conv/weight": 1, "net/l1/bias": 2, "net/step": 3, "a/b": 4}),
+    (NESTED, rules.nest(".", at="net"), {"net/l1/conv/weight": 1, "net/l1/bias": 2, "net/step": 3, "a.b": 4}),
+    ({"a__w_": {"kernel": 1}}, rules.nest("__"), {"a/w_/kernel": 1}),
     # A copy leaves the original.
     (FEW, rules.copy("params", "ema"), {"params/w": 1, "ema/w": 1, "step": 2}),
     (FEW, rules.copy("(params)/w", r"ema/\1/v"), {"params/w": 1, "ema/params/v": 1, "step": 2}),

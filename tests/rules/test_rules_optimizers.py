@@ -277,6 +277,12 @@ REFUSED: list[tuple[Any, Any, rules.Rule, str]] = [
     ),
     (trained(ADAM), ADAM.init(PARAMS), rules.optimizer_state(stored_at="tx"), "the checkpoint has no tx"),
     (trained(ADAM), ADAM.init(PARAMS), rules.optimizer_state("tx"), "the target has no tx"),
+    (
+        trained(ADAM),
+        ADAM.init(PARAMS),
+        rules.optimizer_state("opt_state", "opt_state", "net"),
+        "neither state has net below its moments",
+    ),
 ]
 
 

@@ -38,6 +38,7 @@ REFUSED: list[tuple[Any, rules.Rule, str]] = [
     (layers({"w": "a"}, {"w": "a"}), STACK, "layer_0/w is a stored str"),
     ({"layer_0": {"w": count((2,))}, "layer_2": {"w": count((2,))}}, STACK, "numbers 0, 2, expected consecutive"),
     ({"layer_1": {"w": count((2,))}}, STACK, "numbers 1, expected consecutive ones from first=0"),
+    ({"layer_1": {"w": count((2,))}}, rules.stack(r"layer_(\d+)", "x", first=2), "from first=2 on"),
     ({"layer_0": {"w": count((2,))}, "layer_00": {"w": count((2,))}}, STACK, "numbers 0, 00, expected"),
     ({"a/b": {"layer_a": {"w": count((1,))}}}, rules.stack("layer_(.)", "x"), r"a\\/b/layer_a is one of a.*numbers a,"),
     (
