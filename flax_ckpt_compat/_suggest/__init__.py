@@ -291,8 +291,12 @@ def _exchanged(layers: _Layers) -> Iterator[str]:
 
 
 def _optimizers(outcome: _Outcome) -> Iterator[str]:
-    """Yield a doubt for moments that two optimizers get."""
+    """Yield a doubt for moments that become parameters, or the reverse, and for those that two optimizers get."""
     for old, news in outcome.news.items():
+        had = outcome.had.is_optimizer(old)
+        for new in news:
+            if outcome.has.is_optimizer(new) != had and outcome.looks[old][0]:
+                yield f"{show_path(new)} would come from {show_path(old)}, which is an optimizer's"
         fields = [outcome.has.spot(path) for path in news]
         if len(set(fields)) < len(fields) and fields[0].field in MOMENTS:
             yield f"{show_path(news[0])} and {show_path(news[1])} would both come from {show_path(old)}"
@@ -302,7 +306,8 @@ def _begun(outcome: _Outcome) -> Iterator[str]:
     """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
     restored = outcome.restored
     fields = {outcome.has.spot(path).field for path in restored if outcome.has.is_optimizer(path)}
-    trained = {path[start:] for path in restored for start in range(len(path)) if not outcome.has.is_optimizer(path)}
+    others = [bare(path) for path in restored if not outcome.has.is_optimizer(path)]
+    trained = {path[start:] for path in others for start in range(len(path))}
     for path in outcome.kept if fields else ():
         spot = outcome.has.spot(path)
         if spot.field in _COUNTS or (spot.field in fields & MOMENTS and spot.suffix in trained):

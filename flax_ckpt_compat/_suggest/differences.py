@@ -11,11 +11,11 @@ from flax_ckpt_compat._core.text_formatting import counted, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import layouts
 from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, is_torch_name, look, turned
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, is_torch_name, look, turned
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up
 
-_MAX_PAIRS = 900
-_ROWS = ((2,), (3,))  # numbers of rows that may be arrays with names of their own: gate and up, key and value
+_MAX_PAIRS, _MAX_STACKS = 900, 12
+_ROWS = (2, 3)  # numbers of rows that may be arrays with names of their own: gate and up, key and value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class Gap:
         """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
-            yield from self._axes()
+            yield from self._interleaved()
+            yield from self._named_rows()
             yield from self._levels()
             for old, new in self._aligned():
                 yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
@@ -121,12 +122,6 @@ class Gap:
             for name, node in others.items() if found else ():
                 for size in layouts.sizes(self.memo.contents(node)):
                     likely.setdefault(size, []).append(name)
-            shorter: dict[int, list[LayerRow]] = {}  # rows of which each node may hold several layers, by their number
-            lengths = {len(row.nodes) for row in found}
-            for short in self._rows_in(others) if found else ():
-                for length in lengths:
-                    if length > len(short.nodes) and length % len(short.nodes) == 0:
-                        shorter.setdefault(length, []).append(short)
             known: dict[object, dict[str, tuple[int, str]]] = {}  # in natural order, by a row's contents and number
             for row in found:
                 if len(set(map(self.memo.print, row.nodes))) != 1:
@@ -147,33 +142,46 @@ class Gap:
                     for above in ("", *(f"{last}/" for last in self.path[-1:])):
                         layers = dataclasses.replace(row, stem=above + row.stem)
                         yield (layouts.stacked if stacking else layouts.unstacked)(layers, above + name, *axes[name])
+
+    def _interleaved(self) -> Iterator[list[ProposedRule]]:
+        """Yield the rules between a row and stacks that hold every n-th layer each, here or one level below."""
+        for found, others, stacking in zip(self._open(), (self.new, self.gone), (True, False), strict=True):
+            inner = [(name, child.children) for name, child in others.items() if found and isinstance(child, Branch)]
+            below = {f"{name}/{one}": node for name, children in inner for one, node in children.items()}
+            shorts = [short for short in layouts.rows({**others, **below}) if len(short.nodes) <= _MAX_STACKS]
+            pairs = itertools.product(found, shorts) if len(found) * len(shorts) <= _MAX_PAIRS else ()
+            done = set[str]()
+            for row, short in sorted(pairs, key=lambda pair: not akin(pair[0].stem, pair[1].stem)):
+                count, rest = divmod(len(row.nodes), len(short.nodes))
+                contents = [self.memo.contents(side.nodes[0]) for side in (row, short)]
+                if count < 2 or rest or not done.isdisjoint((*row.names, *short.names)):
                     continue
-                for short in shorter.get(len(row.nodes), ()):
-                    count = len(row.nodes) // len(short.nodes)
-                    axis = layouts.axis_of(count, layer, self.memo.contents(short.nodes[0]))
-                    if axis and len(set(map(self.memo.print, short.nodes))) == 1:
-                        yield layouts.interleaved(row, short, axis[0], stacking=stacking)
+                axis = layouts.axis_of(count, *contents)
+                if axis and all(len({*map(self.memo.print, side.nodes)}) == 1 for side in (row, short)):
+                    done.update(row.names, short.names)
+                    tops = {name.partition("/")[0] for name in short.siblings}
+                    self._take(*((row.siblings, tops) if stacking else (tops, row.siblings)))
+                    yield layouts.interleaved(row, short, axis[0], stacking=stacking)
 
-    def _rows_in(self, children: dict[str, Node]) -> list[LayerRow]:
-        """Return the rows among children, and those one level below."""
-        below = {
-            f"{name}/{inner}": node
-            for name, child in children.items()
-            if isinstance(child, Branch)
-            for inner, node in child.children.items()
-        }
-        return layouts.rows({**children, **below})
-
-    def _axes(self) -> Iterator[list[ProposedRule]]:
+    def _named_rows(self) -> Iterator[list[ProposedRule]]:
         """Yield the rules for an array of which the other side has each row under a name of its own."""
-        for ones, others, stacking in ((self.new, self.gone, True), (self.gone, self.new, False)):
-            for name, (shape, kind) in [(name, look(leaf)) for name, leaf in ones.items()]:
-                leaves = {other: flatten(others[other]) for other in natural(others)} if shape[:1] in _ROWS else {}
-                parts = {one: joined((one, *path)) for one, of in leaves.items() for path in of if len(of) == 1}
-                parts = {one: path for one, path in parts.items() if [*leaves[one].values()] == [(shape[1:], kind)]}
-                if parts and len(parts) == shape[0]:
-                    self._take(*((parts, [name]) if stacking else ([name], parts)))
-                    yield layouts.named_rows(name, list(parts.values()), stacking=stacking)
+        sides: tuple[dict[Look, list[str]], ...] = ({}, {})  # single arrays by their looks
+        for side, children in zip(sides, (self.gone, self.new), strict=True):
+            for name in natural(children):
+                found = flatten(children[name]) if self.memo.contents(children[name], name).total() == 1 else {}
+                for path, seen in found.items():
+                    side.setdefault(seen, []).append(joined((name, *path)))
+        for ones, others, stacking in ((sides[1], sides[0], True), (sides[0], sides[1], False)):
+            for (shape, kind), (name, *more) in ones.items():
+                row, names = (shape[1:], kind), others.get((shape[1:], kind), [])
+                # An array that is there as a whole, or rows that both sides have, say otherwise.
+                if more or len(shape) < 2 or len(names) != shape[0] or (shape, kind) in others or row in ones:
+                    continue
+                if shape[0] in _ROWS and "/" not in name:
+                    tops = [one.partition("/")[0] for one in names]
+                    self._take(*((tops, [name]) if stacking else ([name], tops)))
+                    for above in ("", *(f"{last}/" for last in self.path[-1:])):
+                        yield layouts.named_rows(above + name, [above + one for one in names], stacking=stacking)
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""

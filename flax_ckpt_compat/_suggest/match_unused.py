@@ -18,13 +18,13 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joine
 from flax_ckpt_compat._suggest.differences import Change, in_words
 from flax_ckpt_compat._suggest.layouts import ProposedRule, numbers_of, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, Look, Roles, SubtreeMemo, fits
-from flax_ckpt_compat._suggest.names import COPIES, akin, core, natural, unnumbered, words
+from flax_ckpt_compat._suggest.names import COPIES, LETTERS, akin, core, natural, unnumbered, words
 from flax_ckpt_compat._trees.leaf_sources import is_array
 
 # Rows of stored nodes that are compared with one of the target's: more are no evidence for any.
 _MAX_LIKELY = 16
 _NUMBER = re.compile(r"\d+")
-_LETTERS = frozenset(string.ascii_lowercase)  # words of one letter, as in ``c_fc`` and ``c_proj``, say nothing
+_SAY_NOTHING = frozenset(string.ascii_lowercase) - LETTERS.keys() - {"w", "b"}  # as in ``c_fc`` and ``c_proj``
 Looks = Mapping[Path, Look]
 Pair = tuple[Path, Path]  # stored, of the target
 
@@ -135,7 +135,7 @@ def changes(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMem
 def _nearness(old: Path, new: Path) -> tuple[int, bool]:
     """Return how many names two key paths have in common, and whether the others have a word in common."""
     ours, theirs = core(old, new)
-    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _LETTERS)
+    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _SAY_NOTHING)
 
 
 def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:

@@ -42,7 +42,7 @@ _TELLING = COPIES | _set(
 )
 # Words of the field for one thing.
 _SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
-_LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
+LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
 # Short forms that are no beginning of the word, or also one of another word: ``pos`` is not short for ``post``.
 _SHORT = {
     "pos": "positi", "out": "output", "in": "input", "fwd": "forward", "bwd": "backward", "img": "image", "txt": "text",
@@ -119,7 +119,7 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
         kind = f"{min(found & _NORMS)} norm"
         found -= _NORMS
     found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
-    longer = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
+    longer = frozenset(word for word in found if len(word) > 1 or word in LETTERS)
     found = longer if longer or numbered(name) else found
     return kind, found - _OF_CLASSES if BY_FLAX.fullmatch(name) else found
 
@@ -176,10 +176,9 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
     olds, news = (core(left, right) for left, right in zip(one, other, strict=True))
     numbers = [[int(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
     before, after = ([(a, b) for a, b in zip(*side, strict=False) if a != b] for side in (numbers[:2], numbers[2:]))
-    if before and after:
-        # Several numbers may have changed places.
-        ((first, second), *_), ((third, fourth), *_) = before, after
-        return before == after or (len(before) == len(after) == 1 and (first < second) == (third < fourth))
+    if before and after:  # several numbers may have changed places
+        changes = [(old < old2, new < new2) for (old, old2), (new, new2) in zip(before, after, strict=False)]
+        return len(before) == len(after) and all(one == other for one, other in changes)
     (old, old2), (new, new2) = (["_".join(path) for path in side] for side in (olds, news))
     common = (words(old) & words(old2)) | (words(new) & words(new2))
     is_crossed = akin(old, new2, common) or akin(old2, new, common)
@@ -188,7 +187,7 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
 
 def _alike(one: str, other: str) -> bool:
     """Return whether two words are one: a letter that the field knows, a short form, the beginning of the other."""
-    short, long = sorted((_LETTERS.get(one, one), _LETTERS.get(other, other)), key=len)
+    short, long = sorted((LETTERS.get(one, one), LETTERS.get(other, other)), key=len)
     if short == long or short + "s" == long or (short in _SHORT and long.startswith(_SHORT[short])):
         return True
     return len(short) > 2 and short not in _TELLING and long.startswith(short)

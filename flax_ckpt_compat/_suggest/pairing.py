@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
@@ -17,6 +18,7 @@ from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles,
 from flax_ckpt_compat._suggest.names import unnumbered
 
 _ROUNDS = 8
+_LAYERS = re.compile(r"rules\.(un)?stack\(")
 _KNOWN = 4
 # Renames of one round: more than a few make one mapping, and too many are no evidence for any.
 _SEPARATE, _MAX_RENAMES = 24, 300
@@ -29,7 +31,12 @@ class State:
 
     tree: Node  # of handles and what the rules made of them
     steps: tuple[ProposedRule, ...]
-    matched: int  # number of the target's leaves that are found with their shape
+    fitting: Set[Path]  # the target's leaves that are found with their shape
+
+    @property
+    def matched(self) -> int:
+        """Return the number of leaves that fit."""
+        return len(self.fitting)
 
 
 class Pairing:
@@ -42,7 +49,7 @@ class Pairing:
 
     def start(self, stored: Node) -> State:
         """Return the state before any step."""
-        return State(stored, (), self._matched(stored))
+        return State(stored, (), self._fitting(stored))
 
     def tried(self, state: State, steps: Iterable[ProposedRule]) -> State | None:
         """Return the state after more steps, or None where a rule does not fit."""
@@ -52,7 +59,7 @@ class Pairing:
                 tree = step.rule.apply(tree, self.target)
             except CheckpointError:
                 return None
-        return State(tree, (*state.steps, *steps), self._matched(tree))
+        return State(tree, (*state.steps, *steps), self._fitting(tree))
 
     def looks(self, tree: Node) -> dict[Path, Look]:
         """Return `flatten` of a tree."""
@@ -62,10 +69,10 @@ class Pairing:
             self._looks[id(tree)] = tree, flatten(tree)
         return self._looks[id(tree)][1]
 
-    def _matched(self, tree: Node) -> int:
+    def _fitting(self, tree: Node) -> Set[Path]:
         have = self.looks(tree)
-        wanted = ((have.get(path), seen) for path, seen in self.goal.items() if seen != EMPTY)
-        return sum(there is not None and there[1] != "kept" and fits(there, seen) for there, seen in wanted)
+        found = {path for path, seen in self.goal.items() if seen != EMPTY and path in have and fits(have[path], seen)}
+        return {path for path in found if have[path][1] != "kept"}
 
     def missing(self, tree: Node, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
@@ -106,7 +113,10 @@ class Pairing:
                 steps = [step for step in group if step.rule.source not in done]
                 done.update(step.rule.source for step in steps)
                 after = self.tried(state, steps) if steps else None
-                if after is not None and after.matched >= state.matched:
+                if after is None or after.matched < state.matched:
+                    continue
+                # Layers elsewhere that lie as they should must not be stacked, too.
+                if not any(map(_LAYERS.match, (step.rule.source for step in steps))) or state.fitting <= after.fitting:
                     state = after
             if state is before:
                 break

@@ -324,6 +324,25 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
         ["rules.unstack('gating', 'gating_{}')", "rules.rename({'gating_0': 'gate/kernel', 'gating_1': 'up/kernel'})"],
         "is the first row of gating",
     ),
+    "rows that get names in one layer of two": (
+        {"params": {"a": {"kv": GATES}, "b": {"kv": GATES}}},
+        {"params": {"a": {"k": GATES[0], "v": GATES[1]}, "b": {"kv": GATES}}},
+        ["rules.unstack('a/kv', 'a/kv_{}')", "rules.rename({'a/kv_0': 'a/k', 'a/kv_1': 'a/v'})"], "is the first row",
+    ),
+    "an array that is there, beside two as large as its rows": (
+        {"params": {"kind": GATES, "q": GATES[0], "k": GATES[1]}},
+        {"params": {"kinds": GATES, "query": GATES[0], "key": GATES[1]}},
+        ["rules.rename('kind', 'kinds')", "rules.rename('k', 'key')", "rules.rename('q', 'query')"], "",
+    ),
+    "two numbers that begin at 0": (
+        {"params": {f"stage{n}_block{m}": DENSE[2 * n + m] for n in (1, 2) for m in (1, 2)}},
+        {"params": {f"stage{n - 1}_block{m - 1}": DENSE[2 * n + m] for n in (1, 2) for m in (1, 2)}},
+        [f"rules.rename({ {f'stage{n}_block{m}': f'stage{n - 1}_block{m - 1}' for n in (1, 2) for m in (1, 2)} })"], "",
+    ),
+    "parameters for inference, beside their trace": (
+        {"params": {"fc": A, "head": B}, "opt_state": {"trace": mapped(lambda x: x * 2, {"fc": A, "head": B})}},
+        {"fc": A, "head": B}, ["rules.unwrap('params')"], "",
+    ),
     "names that become rows": (
         _state({"k": GATES[0], "v": GATES[1]}), _state({"kv": GATES}),
         ["rules.rename({'k': 'kv_0', 'v': 'kv_1'})", r"rules.stack(r'kv_(\d+)', 'kv')"], "is the first row of kv",
@@ -363,11 +382,16 @@ def test_two_arrays_where_there_was_one_are_no_box() -> None:
     assert suggestion is None or not suggestion.rules
 
 
-def test_many_rows_take_no_longer_each() -> None:
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "kernels"])
+def test_many_layers_take_no_longer_each(flat: bool) -> None:
     """Twice the layers are at most three times the work, counted in calls of functions."""
 
     def work(count: int) -> int:
         old, new = ({f"l{n}_{m}": {"kernel": array(8, w)} for n in range(count) for m in "01"} for w in (8, 9))
+        if flat:
+            old, new = (
+                {f"{name}_{n}_x": array(3, n % 7 + 4, 8) for n in range(count)} for name in ("features", "conv")
+            )
         stored, target, calls = as_stored({"params": old}), state_dict.describe({"params": new}), list[int]()
         sys.setprofile(lambda *_: calls.append(1))
         try:
