@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
@@ -14,6 +15,7 @@ from flax_ckpt_compat._trees import leaf_sources, state_dict
 from tests.support.trees import fingerprint
 
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
+_ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 
 
 class Memory:
@@ -38,8 +40,8 @@ class Memory:
         if isinstance(value, KeyData):
             kind, array = LeafKind.PRNG_KEY, value.data
         else:
-            kind = LeafKind.ARRAY if isinstance(value, np.ndarray) else _KINDS.get(type(value), LeafKind.NUMPY_SCALAR)
-            array = value if isinstance(value, np.ndarray | np.generic) else None
+            kind = LeafKind.ARRAY if isinstance(value, _ARRAYS) else _KINDS.get(type(value), LeafKind.NUMPY_SCALAR)
+            array = value if isinstance(value, (*_ARRAYS, np.generic)) else None
         shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
         return LeafHandle(path, kind, shape, dtype, getattr(array, "nbytes", 0), "/".join(path), self, value)
 
@@ -48,6 +50,7 @@ class Memory:
         found = []
         for one in handles:
             value = one.cut(one.handle.locator) if isinstance(one, ArraySlice) else one.locator
+            assert not isinstance(value, jax.ShapeDtypeStruct), "nothing may read an abstract array"
             self.bytes_read += getattr(value, "nbytes", 0)
             found.append(value.copy() if isinstance(value, np.ndarray) else value)
         return found
