@@ -122,6 +122,20 @@ def flag(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.fixture(params=["msgpack", "orbax"])
+def format(request: pytest.FixtureRequest) -> Any:
+    """Each test once for each format of a save."""
+    return request.param
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings as in a process that set none; what the test sets for the process goes with it."""
+    from flax_ckpt_compat import config
+
+    monkeypatch.setattr(config, "_process", {})
+
+
 @pytest.fixture(params=["ours", "flax"])
 def save(request: pytest.FixtureRequest) -> Save:
     """Our save_checkpoint and real Flax's."""

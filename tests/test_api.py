@@ -23,18 +23,6 @@ OTHER_SHAPE = {"a": np.zeros(4, np.float32), "b": np.zeros(2, np.int8)}
 ONE_MORE = {**STORED, "c": np.full(1, 7.0)}
 
 
-@pytest.fixture(params=["msgpack", "orbax"])
-def format(request: pytest.FixtureRequest) -> Any:
-    """Each test once for each format."""
-    return request.param
-
-
-@pytest.fixture
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings as in a process that set none; what the test sets for the process goes with it."""
-    monkeypatch.setattr(config, "_process", {})
-
-
 pytestmark = pytest.mark.usefixtures("nothing_set")
 
 
@@ -44,7 +32,6 @@ def state(step: int = 0) -> Any:
     return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1)).replace(step=step)
 
 
-@pytest.mark.parametrize("flag", [False, True])
 def test_checkpoints_of_real_flax(tmp_path: Path, flag: bool) -> None:
     """What Flax saved restores the same as by our restore_checkpoint: latest, a step, another prefix, one path."""
     with use_flag(flag):

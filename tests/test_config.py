@@ -12,13 +12,8 @@ from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import ArgumentError, SettingError
 from tests.support.saves import start_python, use_flag
 
+pytestmark = pytest.mark.usefixtures("nothing_set")
 PRINT = "from flax_ckpt_compat import config; print(config.current())"
-
-
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings as in a process that set none; what a test sets for the process goes with it."""
-    monkeypatch.setattr(config, "_process", {})
 
 
 def test_defaults_are_those_of_the_table() -> None:

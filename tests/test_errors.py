@@ -10,8 +10,9 @@ from typing import Any
 import flax.errors
 import pytest
 
-from flax_ckpt_compat import errors
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import errors as core_errors
+from tests.support.saves import refuse
 
 NAMES = sorted({*errors.__all__} - {"CheckpointError"})
 
@@ -75,12 +76,7 @@ def test_attributes_of_os_errors() -> None:
 
 def test_a_refused_access_is_a_permission_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in Flax, whose callers catch Python's class."""
-    from flax_ckpt_compat import checkpoints
-
-    def refused(*_: Any, **options: Any) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
-
-    monkeypatch.setattr(os, "listdir", refused)
+    refuse(monkeypatch, "listdir", str(tmp_path))
     with pytest.raises(PermissionError, match="check the permissions") as caught:
         checkpoints.restore_checkpoint(tmp_path, None)
     assert type(caught.value) is errors.PermissionDeniedError and caught.value.errno == errno.EACCES

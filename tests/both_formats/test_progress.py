@@ -30,12 +30,6 @@ NBYTES = 8 * 3_000_000 + 8 * 3 + 1000 * 1000
 NAMES = {"layer/kernel", "layer/bias", "table", "layer.kernel"}  # those of Orbax have dots
 
 
-@pytest.fixture(params=["msgpack", "orbax"])
-def format(request: pytest.FixtureRequest) -> Any:
-    """Each format."""
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each count of bytes be a report, and terminals show bars."""

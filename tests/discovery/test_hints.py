@@ -50,7 +50,6 @@ def warning_of(path: Any, caplog: pytest.LogCaptureFixture) -> str:
     return warning
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_folder_one_level_up(format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Errors and the warning name the folders below that hold checkpoints, or are one."""
     save(tmp_path / "a", tree(1), step=1, format=format)

@@ -412,7 +412,6 @@ def test_the_directory_is_replaced_while_it_is_listed(during, exchanges, look, t
 
 
 @ALL
-@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
 def test_the_name_is_missing_in_a_listing_between_two_renames(flag, look, tmp_path, monkeypatch):
     """Where names cannot be exchanged, as on NFS; the writer has finished when the listing is read."""
 

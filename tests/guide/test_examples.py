@@ -83,7 +83,6 @@ def program() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
 def test_a_signal_of_the_scheduler(flag: bool, tmp_path: Path) -> None:
     """The program ends by itself, with code 0, having saved the step that it reached; the next one goes on there."""
     run, reached = tmp_path / "run", []

@@ -196,7 +196,6 @@ def test_every_row_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("calls, case", list(zip(CALLS, CASES, strict=False)), ids=CALLS)
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_row(calls: str, case: tuple[Any, Any], format: str, tmp_path: Path) -> None:
     """The rules of a row turn the old tree into the new one; what the checkpoint lacks is the target's, zero."""
     stored, expected = case

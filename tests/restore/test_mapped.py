@@ -147,7 +147,6 @@ def test_devices_get_memory_of_their_own(flag: bool, tmp_path: Path) -> None:
 
 
 @linux
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_slices_are_mapped_where_their_bytes_lie_together(tmp_path: Path, format: Any) -> None:
     """Rows of a plain array are mapped; columns, and what is short, are read."""
     array = np.arange(1 << 22, dtype=np.int32).reshape(2048, 2048)

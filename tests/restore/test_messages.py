@@ -162,7 +162,6 @@ WIDE = {"gn": {name: leaf.reshape(1, 1, 1, 6) for name, leaf in NORM["gn"].items
     ],
     ids=["replicated", "boxed", "unboxed", "axes"],
 )
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_one_cause(stored: Any, state: Any, rule: str, format: Any, tmp_path: Path) -> None:
     """The error has the rules that the plan proposes, nothing that keeps the target's values, and these rules work."""
     path, target = save(tmp_path / "x", stored, format=format), jax.tree.map(lambda leaf: leaf * 0, state)

@@ -141,7 +141,6 @@ def test_as_real_flax_saves_and_restores(is_state: bool, tmp_path: Path) -> None
 
 
 @_needs_pytrees
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 @pytest.mark.parametrize(
     "made",
     [nnx.Rngs, lambda seed: nnx.Rngs(seed).default, lambda seed: nnx.metrics.Average(), nnx_model],

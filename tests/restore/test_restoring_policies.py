@@ -301,7 +301,6 @@ def test_the_setting_is_of_both_functions(path: Path) -> None:
         restore(path, PART, unused_leaves="keep")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_count_of_a_schedule_is_named_when_it_is_dropped(
     tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

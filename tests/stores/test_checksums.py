@@ -56,7 +56,6 @@ def flipping(proxy: Proxy, method: str, times: int) -> Iterator[list[str]]:
         del proxy.forward
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any) -> None:
     """The store tells the CRC-32C of what arrived."""
     with (

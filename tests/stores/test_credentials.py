@@ -79,7 +79,6 @@ def test_a_profile(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_file_that_was_renewed(format: Any, bucket: Bucket, file: Path, keys: Keys) -> None:
     """What another program writes into it once the first key has expired counts from the next request on."""
     file.write_text(profile("default", "FIRST"))

@@ -39,7 +39,6 @@ def _verify(url: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
 @pytest.mark.parametrize(
     ("fault", "look"),
     [

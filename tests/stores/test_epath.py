@@ -35,12 +35,6 @@ def place(request: pytest.FixtureRequest) -> AnyBucket:
     return found
 
 
-@pytest.fixture(params=["msgpack", "orbax"])
-def format(request: pytest.FixtureRequest) -> str:
-    """Each format of saves."""
-    return str(request.param)
-
-
 def test_saves_and_restores(place: AnyBucket, format: str) -> None:
     """All functions take the URL, as text and as an epath; look-ups, retention and overwriting are as elsewhere."""
     run = f"{place.url}/run"

@@ -437,7 +437,6 @@ def test_logits_that_were_the_embedding_are_no_new_layer_for_certain() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_of_overlapping_names_the_longest_is_taken(order: int, format: str, tmp_path: Path) -> None:
     """One mapping takes T5X's names to others, whichever of its entries is given first."""
     names = {
