@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 from etils import epath
-from flax import serialization, struct
+from flax import serialization
 from google.protobuf.timestamp_pb2 import Timestamp
 
 import flax_ckpt_compat
@@ -29,7 +29,7 @@ from flax_ckpt_compat.cli import main
 from tests.support import path_kinds
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
-from tests.support.samples import canonical
+from tests.support.samples import Fields, Pair, canonical
 from tests.support.saves import save_items
 
 pytestmark = needs("orbax-checkpoint", 0, 11, 25, why="has other files in array items, which older tests cover")
@@ -369,13 +369,6 @@ def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
         converted(tmp_path / "run" / "5", tmp_path / "dst", to, resume=True)
 
 
-class Pair(NamedTuple):
-    """A user's named tuple."""
-
-    x: Any
-    y: Any
-
-
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 def test_rich_types_travel(tmp_path: Path, to: Any) -> None:
     """Real Orbax restores the tuples and named tuples that it recorded, and so does structure="stored"."""
@@ -395,8 +388,8 @@ def test_rich_types_travel(tmp_path: Path, to: Any) -> None:
     paths = [[(str(path), canonical(leaf)) for path, leaf in one] for one in leaves]
     assert paths[0] == paths[1] and any("GetAttrKey" in path for path, _ in paths[1])
     found = flax_ckpt_compat.restore(result, structure="stored")
-    fields = found["pair"]._fields, type(found["pair"].y), found["adam"][0]._fields
-    assert fields == (("x", "y"), tuple, ("count", "mu", "nu"))
+    fields = found["pair"]._fields, type(found["pair"].right), found["adam"][0]._fields
+    assert fields == (("left", "right"), tuple, ("count", "mu", "nu"))
     as_stored = {"target": dict.fromkeys(tree), "transforms": {"list": "list"}}
     flax_ckpt_compat.convert(tmp_path / "run", tmp_path / "all", "orbax", **as_stored)
     one, other = (flax_ckpt_compat.restore(path, structure="flax") for path in (tmp_path / "all", result))
@@ -424,29 +417,16 @@ def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path:
     assert canonical(found) == canonical(STATE["params"]["w"])
 
 
-class Both(NamedTuple):
-    """A target of two items that is no dict."""
-
-    params: Any
-    opt: Any
-
-
-@struct.dataclass
-class BothInFlax:
-    """Likewise."""
-
-    params: Any
-    opt: Any
-
-
-@pytest.mark.parametrize("target", [Both, BothInFlax, dict])
-def test_a_target_names_the_items_also_by_its_fields(tmp_path: Path, target: Any) -> None:
+@pytest.mark.parametrize(
+    ("target", "names"), [(Pair, ("left", "right")), (Fields, ("first", "second")), (dict, ("params", "opt"))]
+)
+def test_a_target_names_the_items_also_by_its_fields(tmp_path: Path, target: Any, names: tuple[str, str]) -> None:
     """Each tree gets the containers of its part."""
-    trees = {"params": {"w": np.ones(2)}, "opt": {"mu": {"0": np.zeros(2)}}}
+    trees = dict(zip(names, ({"w": np.ones(2)}, {"mu": {"0": np.zeros(2)}}), strict=True))
     save_items(tmp_path / "run", 5, **trees)
-    wanted = {"params": {"w": 0}, "opt": {"mu": [0]}}
-    result = converted(tmp_path / "run" / "5", tmp_path / "dst", "manager", target=target(**wanted))
-    assert canonical(flax_ckpt_compat.restore(result)) == canonical({**trees, "opt": {"mu": [np.zeros(2)]}})
+    wanted = target(**dict(zip(names, ({"w": 0}, {"mu": [0]}), strict=True)))
+    result = converted(tmp_path / "run" / "5", tmp_path / "dst", "manager", target=wanted)
+    assert canonical(flax_ckpt_compat.restore(result)) == canonical({**trees, names[1]: {"mu": [np.zeros(2)]}})
 
 
 def test_a_file_has_trees_arrays_and_keys_by_their_names(tmp_path: Path) -> None:

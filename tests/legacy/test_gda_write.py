@@ -24,12 +24,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
-from flax_ckpt_compat import checkpoints, verify
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
-from flax_ckpt_compat._core.tree import HostCopy, KeyData
+from flax_ckpt_compat._core.tree import HostCopy
 from tests.support.saves import names, use_flag
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
 from tests.support.trees import to_branches
@@ -58,14 +58,6 @@ def test_one_array_is_a_checkpoint(length: int, tmp_path: Path) -> None:
             assert names(f"{path}_gda") == [".zarray", "0.0", "1.0"]
             assert msgpack.unpackb(path.read_bytes()) == TEXT
     assert (len(names(f"{path}_gda")), len(names(tmp_path))) == (1, 2)
-
-
-def test_no_array_no_folder(tmp_path: Path) -> None:
-    """Where nothing is spread there is a file only, also in place of a checkpoint with a folder."""
-    path = tmp_path / "checkpoint_1"
-    save(path, {"a": Spread(np.arange(4)), "b": 1})
-    save(path, {"a": np.arange(4), "b": 2})
-    assert (names(tmp_path), load(path)[("b",)]) == (["checkpoint_1"], 2)
 
 
 @pytest.mark.parametrize("file", sorted(GDA.rglob(".zarray")), ids=lambda file: file.parent.name)
@@ -114,15 +106,6 @@ def test_what_is_refused_before_anything_is_written(leaf: Any, said: str) -> Non
     with pytest.raises(UnsupportedLeafError, match=said) as caught:
         BACKEND.prepare(to_branches({"a": half(np.arange(4), 0), "w": {"x": leaf}}), ProcessInfo(0, 2))
     assert caught.value.leaf == "w/x"
-
-
-def test_spread_key_data(tmp_path: Path) -> None:
-    """A PRNG key whose data is spread comes back as a key."""
-    data = np.arange(8, dtype=np.uint32).reshape(4, 2)
-    save(tmp_path / "c_1", {"k": KeyData("threefry2x32", Spread(data))})
-    key = load(tmp_path / "c_1")[("k",)]
-    assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
-    assert not verify(tmp_path / "c_1").damaged
 
 
 @pytest.mark.parametrize("lost", ["", "b"])

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from flax_ckpt_compat.orbax_backend import open_index
 
-from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.location import location_of
-from tests.orbax_backend.conftest import WRITERS, pytree
-from tests.support.logs import warnings_logged
-from tests.support.orbax_trees import BACKEND, load, on_host
+from tests.orbax_backend.conftest import WRITERS
+from tests.support.orbax_trees import load, on_host
 from tests.support.peers import needs
 from tests.support.trees import fingerprint
 
@@ -57,12 +55,3 @@ def test_compressed_chunks_as_long_as_their_arrays(tmp_path: Path, writer: str) 
     chunks = {name: index.get(f"{name}/c/0" if writer == "zarr3" else f"{name}/0") for name in tree}
     assert any(len(chunk or b"") == tree[name].nbytes for name, chunk in chunks.items())
     assert fingerprint(load(path)) == fingerprint(tree)
-
-
-def test_leaves_of_two_names_in_one_place_are_told(tmp_path: Path) -> None:
-    """Real Orbax keeps one of two colliding values; the reader says so."""
-    path = pytree()(tmp_path / "c", {"a": {"b": np.ones(2)}, "a.b": np.ones(2)})
-    with warnings_logged() as logged:
-        reader = BACKEND.open(location_of(path))
-    assert len(logged) == 1 and "a.b" in logged[0]
-    assert isinstance(reader.tree.children["a.b"], LeafHandle)

@@ -26,7 +26,6 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from flax_ckpt_compat._core.tree import KeyData
 from tests.multiprocess import jobs
 from tests.support.orbax_trees import BACKEND, branches, handles, load
@@ -160,17 +159,6 @@ def test_shardings_and_shapes_of_shards_are_those_of_real_orbax(ours: str, real:
     for name, shape in (("both", [4, 8]), ("merged", [4]), ("bf16", [4, 4]), ("large", [128, 256])):
         found = [found[f"('split', '{name}')"]["value_metadata"]["write_shape"] for found in (mine, theirs)]
         assert found == [shape, shape]
-
-
-def test_each_process_writes_its_own_shards(tmp_path: Path) -> None:
-    """The values lie in the database of the process that holds them, half in each; nothing is copied at the end."""
-    team_of(2).call(save_ours, str(tmp_path))
-    path = tmp_path / "checkpoint_1"
-    own = [sum(file.stat().st_size for file in (path / f"ocdbt.process_{i}" / "d").iterdir()) for i in (0, 1)]
-    assert min(own) > jobs.VALUES["large"][0].nbytes // 2
-    assert sum(file.stat().st_size for file in (path / "d").iterdir()) < 10_000
-    assert sorted(os.listdir(path / "array_metadatas")) == ["process_0", "process_1"]
-    assert sorted(os.listdir(path / "ocdbt.process_1")) == ["d", CHECKSUMS, "manifest.ocdbt"]
 
 
 def random_values(seed: int) -> dict[str, tuple[np.ndarray[Any, Any], PartitionSpec]]:

@@ -10,8 +10,6 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import ocdbt_encode
 
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.orbax_trees import load, on_host, save
@@ -79,21 +77,6 @@ def test_every_dtype(tmp_path: Path, compression: str | None) -> None:
     for read in READERS.values() if compression is None else [READERS["pytree"]]:
         found = read(path)
         assert fingerprint({name: found[name] for name in known}) == fingerprint(known)
-
-
-@pytest.mark.parametrize("compression", [None, "crc32c"])
-def test_real_orbax_reads_an_index_of_several_levels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
-) -> None:
-    """As many leaves, or hosts, make one."""
-    monkeypatch.setattr(ocdbt_encode, "_NODE_BYTES", 3000)
-    monkeypatch.setattr(ocdbt_encode, "_COMPRESS_FROM_BYTES", 3000)
-    tree = {f"leaf_{number:03}": np.full(200 + number, number) for number in range(99)}
-    path = save(tmp_path / "c", tree, compression)
-    base = ts.KvStore.open({"driver": "file", "path": f"{path}/"}).result()
-    assert ts.ocdbt.dump(base).result()["versions"][-1]["root_height"] == 1
-    for restored in (load(path), ocp.PyTreeCheckpointer().restore(path)):
-        assert fingerprint(restored) == fingerprint(tree)
 
 
 @pytest.mark.parametrize(
