@@ -69,45 +69,6 @@ def outcome(command: list[str], folder: Path, **environment: str) -> tuple[str, 
     return done.stdout, done.stderr, done.returncode
 
 
-def assert_same(folder: Path, *arguments: str) -> tuple[str, str, int]:
-    """Asserts that python and we do the same with these arguments."""
-    expected = outcome([sys.executable, *arguments], folder)
-    assert outcome([*RUN, *arguments], folder) == expected
-    return expected
-
-
-@pytest.mark.parametrize("name", PROBES)
-def test_a_script_behaves_as_with_python(tmp_path: Path, name: str) -> None:
-    """Python itself runs the script: output, traceback and exit code are those of plain python."""
-    (tmp_path / "probe.py").write_text(textwrap.dedent(PROBES[name]))
-    assert_same(tmp_path, "probe.py")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("--help",), ("-m", "x"), ("--", "a"), ("run", "--version"), ("",)])
-def test_arguments_belong_to_the_script(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """Whatever stands behind the script reaches it, also what looks like an option of ours."""
-    (tmp_path / "probe.py").write_text(SHOW)
-    assert_same(tmp_path, "probe.py", *arguments)
-
-
-def test_a_script_finds_its_neighbours(tmp_path: Path) -> None:
-    """sys.path starts with the script's folder, with symlinks resolved, from any working directory."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/neighbour.py").write_text("print('found')")
-    (tmp_path / "real/probe.py").write_text("import neighbour" + SHOW)
-    (tmp_path / "link.py").symlink_to(tmp_path / "real/probe.py")
-    assert assert_same(tmp_path, "real/probe.py")[0].startswith("found")
-    assert_same(tmp_path, "link.py")
-
-
-def test_two_dashes_end_the_options(tmp_path: Path) -> None:
-    """Behind ``--`` stands a script, whatever it is called."""
-    for name in ("hi.py", "-m", "--help"):
-        (tmp_path / name).write_text(SHOW)
-        assert_same(tmp_path, "--", name, "--", "-x")
-
-
 PYTHONS = ("python", "python3.13t", "/nowhere/bin/python3", sys.executable)
 REFUSED = [
     *((words, "a script file or -m MODULE is needed") for words in (["-"], ["--"], ["--", "-"], ["-", "x"])),
@@ -132,31 +93,47 @@ def test_safe_path_is_kept(tmp_path: Path) -> None:
         assert outcome([*command, "probe.py"], tmp_path, PYTHONSAFEPATH="1") == ("[]\n", "", 0)
 
 
-@pytest.mark.slow
-def test_modules_packages_folders_and_zips_run(tmp_path: Path) -> None:
-    """-m MODULE, -m PACKAGE, a folder, a zip file and a .pyc file run as with python, tracebacks included."""
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").write_text("")
-    (tmp_path / "package/__main__.py").write_text(SHOW + FAILS)
-    (tmp_path / "module.py").write_text(SHOW + FAILS)
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with each of the probes, and programs of every form, some with names like options."""
+    files = {f"{name}.py": textwrap.dedent(code) for name, code in PROBES.items()}
+    files |= dict.fromkeys(("hi.py", "-m", "--help"), SHOW)
+    files |= {"real/neighbour.py": "print('found')", "real/probe.py": "import neighbour" + SHOW}
+    files |= {"package/__init__.py": "", "package/__main__.py": SHOW + FAILS, "module.py": SHOW + FAILS}
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    (tmp_path / "link.py").symlink_to(tmp_path / "real/probe.py")
+    (tmp_path / "empty").mkdir()
     with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
         archive.writestr("__main__.py", SHOW + FAILS)
     py_compile.compile(str(tmp_path / "module.py"), str(tmp_path / "compiled.pyc"))
-    for arguments in (["-m", "module", "--help"], ["-mmodule"], ["-m", "package", "x"], ["package"], ["program.zip"]):
-        assert_same(tmp_path, *arguments)
-    assert_same(tmp_path, "compiled.pyc")
-    (tmp_path / "spawning.py").write_text(textwrap.dedent(PROBES["spawn"]))
-    assert_same(tmp_path, "-m", "spawning")
-    assert_same(tmp_path, "-c", "import sys; print(sys.argv, sys.path[0])", "-x")
+    return tmp_path
+
+
+LINES = [f"{name}.py" for name in PROBES]
+# sys.path starts with the script's folder, with symlinks resolved; behind -- stands a script, whatever it is called.
+LINES += ["real/probe.py", "link.py", "-- hi.py -- -x", "-- -m -- -x", "-- --help -- -x"]
+# Whatever stands behind the script is its own, also what looks like an option of ours.
+SLOW_LINES = [f"namespace.py {words}" for words in ("--help", "-m x", "-- a", "run --version")]
+SLOW_LINES += ["-m module --help", "-mmodule", "-m package x", "package", "program.zip", "compiled.pyc", "-m spawn"]
+# What does not exist is reported in python's words.
+SLOW_LINES += ["absent.py", "-m absent_module", "empty", "-m empty", "hi.py/x"]
+
+
+@pytest.mark.parametrize("line", [*LINES, *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW_LINES)])
+def test_a_program_behaves_as_with_python(programs: Path, line: str) -> None:
+    """Python itself runs it: output, traceback and exit code are those of plain python."""
+    expected = outcome([sys.executable, *line.split()], programs)
+    assert outcome([*RUN, *line.split()], programs) == expected
+    assert (("found" in expected[0]) == ("probe" in line or "link" in line) and line != "absent.py") or expected[2] == 2
 
 
 @pytest.mark.slow
-def test_what_does_not_exist_is_reported_as_python_does(tmp_path: Path) -> None:
-    """A missing script, an unreadable one, a missing module and a folder without __main__ get python's words."""
-    (tmp_path / "empty").mkdir()
-    for arguments in (["absent.py"], ["-m", "absent_module"], ["empty"], ["-m", "empty"], ["probe.py/x"]):
-        assert_same(tmp_path, *arguments)
-    assert outcome([*RUN, "absent.py"], tmp_path)[2] == 2
+@pytest.mark.parametrize("words", [["hi.py", ""], ["-c", "import sys; print(sys.argv, sys.path[0])", "-x"]])
+def test_words_that_are_no_names(programs: Path, words: list[str]) -> None:
+    """Empty ones, and code."""
+    assert outcome([*RUN, *words], programs) == outcome([sys.executable, *words], programs)
 
 
 WHOSE = "from flax.training import checkpoints; print(checkpoints.save_checkpoint.__module__)"
