@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
+from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.object_store import commit, folder_upload, storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, PROCESS_PREFIX
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
@@ -112,10 +113,30 @@ def number_of(found: Any) -> int:
     return held.pop()
 
 
-def save(number: int, kind: str, *, overwrite: bool = True) -> None:
-    """Saves a tree as the only step."""
+def save(number: int, kind: str, *, overwrite: bool = True, shared: bool = False) -> None:
+    """Saves a tree as the only step; a ``shared`` one in Orbax's format as process 0 of two."""
     format: Any = "msgpack" if kind == "msgpack" else "orbax"
+    _own.is_shared = shared
     flax_ckpt_compat.save(URL, tree(number, kind), format=format, overwrite=overwrite)
+
+
+_own, _publish = threading.local(), storage.ObjectLocation.publish
+
+
+def publish(location: storage.ObjectLocation, temporary: str, **options: Any) -> None:
+    """In the place of the method: saves of this thread that are shared have a part of process 1, which has no array."""
+    if not (_own.is_shared and presence.isdir(temporary)):
+        _publish(location, temporary, **options)
+        return
+    upload = folder_upload.Upload(location.path)
+    upload.begin()
+    try:
+        upload.write(f"{PROCESS_PREFIX}1{upload.tag}/d/part", b"")
+    except BaseException:
+        upload.abort()
+        raise
+    upload.publish(temporary, **options)
+    atomic.remove_temporary(temporary)
 
 
 def restored() -> int | None:
@@ -171,15 +192,16 @@ class Turns:
             self._changed.notify_all()
 
 
-def history(seed: int, store: Memory) -> None:
+def history(seed: int, store: Memory, share: float) -> None:
     """Let two actors act on what an earlier save left, of which one may fail or die, and judge what there is."""
-    draw = random.Random(seed)
+    draw, drawn = random.Random(seed), random.Random(f"{seed} shared")
     before = 1 if draw.random() < 0.8 else None
     if before:
         save(1, draw.choice(STATES))
     turns, fault, at = Turns(draw), draw.choice(["", "", "", "killed", "refused", "lost"]), draw.randrange(25)
     plans = [(draw.choice(kinds), draw.random() < 0.75) for kinds in (STATES, (*STATES, "remove"))]
     ended, counts, faulty = [""] * len(plans), [0] * len(plans), draw.randrange(len(plans))
+    shared = [drawn.random() < share for _ in plans]
 
     def hook() -> BaseException | None:
         if (number := turns.take()) is None:
@@ -197,7 +219,7 @@ def history(seed: int, store: Memory) -> None:
             if kind == "remove":
                 commit.remove(URL)
             else:
-                save(number + 2, kind, overwrite=overwrite)
+                save(number + 2, kind, overwrite=overwrite, shared=shared[number])
             ended[number] = "removed" if kind == "remove" else "ok"
         except flax_ckpt_compat.errors.CleanupError:
             ended[number] = "ok"
@@ -223,7 +245,7 @@ def history(seed: int, store: Memory) -> None:
         assert fault or "removed" in ended, (plans, ended)
         return
     assert restored() == 9
-    assert not [key for key in store.objects if "_begun" in key]
+    assert not [key for key in store.objects if "_begun" in key or PROCESS_PREFIX in key]
     assert len({key.split("/")[4] for key in store.objects}) <= 1
 
 
@@ -284,34 +306,61 @@ def test_a_step_that_is_being_removed(is_saved: bool, monkeypatch: pytest.Monkey
         if url.endswith(MANIFEST):
             found.update(store.list(URL))
         if url.endswith(COMMIT_FILE) and not is_saved:
-            commit.delete(URL, commit.uncommit(URL, found))
+            commit.remove_folder(URL, found)
         return Memory.write(store, url, *rest)
 
     monkeypatch.setattr(store, "write", write)
     if is_saved:
         save(2, "other")
-        commit.delete(URL, commit.uncommit(URL, found))
+        commit.remove_folder(URL, found)
     else:
         with pytest.raises(ConcurrentWriteError):
             save(2, "other")
     assert restored() == (2 if is_saved else None)
 
 
-def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
-    """In the place of threads, whose order no seed decides."""
-    return [function(item) for item in items]
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_same_tree_again(order: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two requests, in either order of those at once, a reader finds the old or the new step, whole.
+
+    So does one who comes after a writer that died there.
+    """
+    monkeypatch.setattr(folder_upload, "in_parallel", lambda function, items, _: serially(function, [*items][::order]))
+    monkeypatch.setattr(storage.ObjectLocation, "publish", publish)
+    store, found = Memory(needs_commit_file=True, by_content=False), list[int | None]()
+    monkeypatch.setitem(commit.CLIENTS, "gs", store)
+    save(1, "orbax")
+
+    def look() -> None:
+        store.hook = lambda: None
+        found.append(restored())
+        store.hook = look
+
+    store.hook = look
+    save(2, "orbax", shared=shared)
+    assert found == [1] * found.count(1) + [2] * found.count(2) and set(found) == {1, 2}
 
 
-def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
-    """Run histories on stores of both kinds."""
+def serially(function: Callable[[Any], Any], items: Any, *_: Any, order: random.Random | None = None) -> list[Any]:
+    """In the place of threads, whose order no seed decides; in a drawn order."""
+    items = list(items)
+    return [function(item) for item in (order.sample(items, len(items)) if order else items)]
+
+
+def run(seeds: Iterable[int], patch: pytest.MonkeyPatch, share: float = 0.3) -> None:
+    """Run histories on stores of both kinds; ``share`` of the writers have several processes."""
     patch.setattr(folder_upload, "_PAUSE", 0.0)
+    patch.setattr(storage.ObjectLocation, "publish", publish)
+    order = random.Random()
     for module in (commit, folder_upload, storage):
-        patch.setattr(module, "in_parallel", serially)
+        patch.setattr(module, "in_parallel", functools.partial(serially, order=order if share else None))
     for seed in seeds:
+        order.seed(seed)
         store = Memory(needs_commit_file=seed % 2 == 0, by_content=seed // 2 % 2 == 1)
         patch.setitem(commit.CLIENTS, "gs", store)
         try:
-            history(seed, store)
+            history(seed, store, share)
         except BaseException:
             print(f"seed {seed}")
             raise
@@ -319,7 +368,7 @@ def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
 
 def test_histories_that_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds that lost both of two saves, an acknowledged one, or a new one, or left a folder that refused the next."""
-    run([601161, 700355, 900957, 910256], monkeypatch)
+    run([601161, 700355, 900957, 910256], monkeypatch, share=0)
 
 
 @pytest.mark.slow

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import types
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from fsspec import asyn
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, restore, save
 from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat._core.object_store.clouds import AzClient
+from flax_ckpt_compat._core.storage import Stat
+from flax_ckpt_compat.cli import main
 from tests.support import s3
 from tests.support.path_kinds import GDA, gda_values, normal
 from tests.support.s3 import Bucket
 from tests.support.saves import tree, use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
 
+FORMATS: tuple[Any, ...] = ("msgpack", "orbax")
 STORES = pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 
 
@@ -33,6 +40,45 @@ def test_objects_for_folders(any_bucket: AnyBucket, format: Any, caplog: pytest.
     flax_ckpt_compat.save(root, tree(3), step=3, format=format, keep=1)
     assert checkpoints.available_steps(root) == [3]
     assert "incomplete" not in caplog.text
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_object_of_the_name_of_a_directory(is_there: bool, bucket: Bucket) -> None:
+    """An empty one, as tools create for a folder, hides no directory of checkpoints, and none is replaced.
+
+    Who may not ask for one sees the directory, too.
+    """
+    root = f"{bucket.url}/run"
+    for folder in (root, f"{root}/sub"):
+        save(folder, tree(1), step=1, format="orbax")
+    for name in ("run", "run/sub") if is_there else ():
+        bucket.put(name, b"")
+    denied = "" if is_there else f"/{bucket.name}/run"
+    with bucket.proxy.failing(lambda method, path: "403" if method == "HEAD" and path == denied else ""):
+        for arguments in (["ls", root], ["ls", f"{root}/sub"], ["ls", "-r", root], ["clean", root]):
+            result = CliRunner().invoke(main, arguments)
+            assert result.exit_code == 0, (arguments, result.output)
+            assert result.stdout.count(" checkpoint_1\n") == {"ls": 1, "-r": 2}.get(arguments[-2], 0)
+    there = bucket.keys()
+    for format in FORMATS:
+        for overwrite in (False, True):
+            with pytest.raises(errors.InvalidCheckpointError):
+                save(root, tree(1), format=format, overwrite=overwrite)
+    assert bucket.keys() == there
+
+
+def test_a_blob_that_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accounts of Azure with folders answer so for one, which is no file, as it is in no list."""
+    found = types.SimpleNamespace(size=0, etag='"0x1"', metadata={"Hdi_isfolder": "true"})
+
+    async def ask(*_: Any) -> Any:
+        return found
+
+    monkeypatch.setattr(AzClient, "_ask", ask)
+    monkeypatch.setattr(AzClient, "_store", lambda *_: types.SimpleNamespace(loop=asyn.get_loop()))
+    assert AzClient().find("az://container/run") is None
+    found.metadata = {}
+    assert AzClient().find("az://container/run") == Stat(0, "0x1")
 
 
 @pytest.mark.parametrize("name", ["d/" + "1" * 32, "notes.txt"])

@@ -103,7 +103,10 @@ class Client:
     _read: Callable[..., Coroutine[Any, Any, bytes]]  # start, stop, version
     _put: Callable[..., Coroutine[Any, Any, str]]  # file, version
     _delete: Callable[..., Coroutine[Any, Any, object]]  # version
-    _connected: tuple[Any, Any] = (None, None)  # on first use: what was wanted, and fsspec's client
+
+    def __init__(self) -> None:
+        """Connect on first use."""
+        self._connected: tuple[Any, Any] = (None, None)  # what was wanted, and fsspec's client
 
     def list(self, url: str) -> dict[str, Stat]:
         """Return all objects below a folder by their names relative to it, in order."""
@@ -217,7 +220,7 @@ class Client:
                     raise
                 if doing == "read" and _status_of(error) == _OUT_OF_RANGE:
                     return b""  # type: ignore[return-value]
-                # Another program may have renewed the credentials in their file. To HEAD, S3 says no word of that.
+                # Another program may have renewed the credentials in their file. To HEAD, S3 answers 400 and no word.
                 has_expired = re.search(_EXPIRED, f"{type(error).__name__}: {error}") or _status_of(error) == _NO_WORD
                 if is_last or not has_expired:
                     raise self.translated(error, url, doing) from error

@@ -227,12 +227,14 @@ class AzClient(Client):
     async def _list(self, key: Key, prefix: str) -> dict[str, Stat]:
         container, found = key.store.service_client.get_container_client(key.bucket), {}
         async for one in container.list_blobs(name_starts_with=prefix, include=["metadata"], **_IN_TIME):
-            if not (one.metadata or {}).get("hdi_isfolder"):  # how accounts with folders list one
+            if not _is_folder(one.metadata):
                 found[one.name] = Stat(one.size, one.etag.strip('"'))
         return found
 
     async def _stat(self, key: Key) -> Stat:
         found = await self._ask(key, "get_blob_properties")
+        if _is_folder(found.metadata):
+            raise FileNotFoundError(key.name)
         return Stat(found.size, found.etag.strip('"'))
 
     async def _read(self, key: Key, start: int, stop: int | None, version: str | None) -> bytes:
@@ -247,3 +249,8 @@ class AzClient(Client):
 
     async def _delete(self, key: Key, version: str | None) -> None:
         await self._ask(key, "delete_blob", version=version)
+
+
+def _is_folder(metadata: dict[str, str] | None) -> bool:
+    """Return whether a blob is how accounts with folders list one; the case is that of a header."""
+    return "hdi_isfolder" in map(str.lower, metadata or ())

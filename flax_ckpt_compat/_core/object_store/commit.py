@@ -101,7 +101,7 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
     if new and COMMIT_FILE in (hidden := client.list(url)):
         client.delete(url, version)
         raise lost(url)
-    if hidden and (gone := uncommit(url, hidden)):  # until then the folder counts
+    if hidden and (gone := _uncommit(url, hidden)):  # until then the folder counts
         with after_commit(url):
             delete(url, gone)
 
@@ -109,11 +109,16 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
 def remove(url: str) -> None:
     """Remove a checkpoint, the object first: it must not reappear when the folder that replaced it is gone."""
     client_for(url).delete(url)
-    if found := client_for(url).list(url):
-        delete(url, uncommit(url, found))
+    remove_folder(url, client_for(url).list(url))
 
 
-def uncommit(url: str, found: Files) -> Files:
+def remove_folder(url: str, found: Files) -> None:
+    """Remove files that were found in a folder, if there are any and it was not committed since."""
+    if found:
+        delete(url, _uncommit(url, found))
+
+
+def _uncommit(url: str, found: Files) -> Files:
     """Mark a folder, and delete its commit file; return what has to go, nothing if it was committed meanwhile."""
     client, commit_file, last = client_for(url), f"{url}/{COMMIT_FILE}", last_marker(found)
     # What is being saved there ends. What began after the folder was listed, and so is not removed, need not end.

@@ -10,7 +10,8 @@
 7. what was replaced goes, and the marker.
 
 An overwrite of the same tree changes nothing but the index, times and checksums, and the folder stays complete: the
-commit file is replaced in step 4, and the index, which is written first, switches to the new arrays.
+commit file is replaced in step 4, and the index, which is written first, switches to the new arrays. The checksums of
+the old one go before that, and the new ones come when all else is there.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ class Upload:
             self._expected[name] = self._client.put(f"{self.url}/{name}", path, version, meter)
 
         indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
-        rest = [name for name in fixed if name not in indexes]
+        sums = [name for name in fixed if name == layout.CHECKSUMS]
+        rest = [name for name in fixed if name not in (*indexes, *sums)]
         switches = len(indexes) == 1 and self._is_same_tree(staged, fixed)
         self._has_begun = True
         if switches:  # other writers find another commit file, and so no more what they listed
@@ -184,8 +186,8 @@ class Upload:
         gone = layout.CHECKSUMS if switches else COMMIT_FILE
         if gone in self._expected and not self._client.delete(f"{self.url}/{gone}", self._expected.pop(gone)):
             raise ConflictError(self.url)
-        # The first file decides who writes.
-        for group in [indexes, rest] if switches else [rest[:1], rest[1:], indexes]:
+        # The first file decides who writes. Beside its sums, a file of other bytes would count as damaged.
+        for group in [indexes, rest, sums] if switches else [rest[:1], [*rest[1:], *sums], indexes]:
             in_parallel(put, group, AT_ONCE)
         if not switches:
             self._check(parts)

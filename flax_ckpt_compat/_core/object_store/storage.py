@@ -52,10 +52,15 @@ class ObjectLocation(Location):
 
     def isdir(self) -> bool:
         inside = self._inside()
-        return bool(inside) and (COMMIT_FILE in inside or self._file() is None)  # a file hides one that is not complete
+        if COMMIT_FILE in inside or not inside:
+            return bool(inside)
+        # A file hides a folder that is not complete. Each look costs a request, and tools give folders empty objects:
+        # without a listing, ask only where a mark makes a file likely.
+        asks = is_unfinished(inside) or self.listing is not None
+        return not (asks and self._file() is not None)
 
     def isfile(self) -> bool:
-        return self._file() is not None and COMMIT_FILE not in self._inside()
+        return self._file() is not None and not self.isdir()
 
     def exists(self) -> bool:
         return bool(self._inside()) or self._file() is not None
@@ -129,7 +134,7 @@ class ObjectLocation(Location):
 
     def holds_nothing(self) -> bool:
         inside, found = self._inside(), self._file()
-        if found is not None and COMMIT_FILE not in inside:
+        if found is not None and COMMIT_FILE not in inside and (found.size or not inside):
             return not found.size
         return is_unfinished(inside)
 
