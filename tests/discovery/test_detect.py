@@ -48,6 +48,8 @@ def test_msgpack_files_of_any_name(value: Any, tmp_path: Path) -> None:
     for name in ("model.ckpt", "flax_model.msgpack", "7", "weights", "ViT.v1.0"):
         (tmp_path / name).write_bytes(content)
         same(checkpoints.restore_checkpoint(tmp_path / name, None), serialization.msgpack_restore(content))
+        if value is TREE:
+            same(checkpoints.restore_checkpoint(str(tmp_path / name), ZEROS))
 
 
 def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

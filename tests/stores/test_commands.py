@@ -43,14 +43,24 @@ def test_there_and_back(bucket: Bucket, tmp_path: Path, to: str) -> None:
 
 
 def test_list_of_a_store(flag: bool, bucket: Bucket) -> None:
-    """The checkpoints of a URL with the bytes of their objects; a URL below which there is nothing is refused."""
+    """The checkpoints of a URL with the bytes of their objects, and numbers of what is read from there.
+
+    A URL below which there is nothing is refused.
+    """
     url = f"{bucket.url}/run"
-    checkpoints.save_checkpoint(url, {"w": np.ones(1000, np.float32)}, 1)
+    checkpoints.save_checkpoint(url, {"w": np.arange(101, dtype=np.float32)}, 1)
     result = CliRunner().invoke(main, ["ls", url, "--json"])
     (record,) = json.loads(result.stdout)
     assert (record["step"], record["format"], record["complete"]) == (1, "orbax" if flag else "msgpack", True)
     assert record["nbytes"] == sum(len(bucket.get(key)) for key in bucket.keys("run/"))
     assert record["saved"] is None
-    absent = CliRunner().invoke(main, ["ls", f"{bucket.url}/rum"])
-    assert absent.exit_code == 2
-    assert "does not exist" in absent.stderr
+    result = CliRunner().invoke(main, ["show", url, "--stats", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert (found["path"], found["nbytes"]) == (f"{url}/checkpoint_1", 404)
+    (leaf,) = found["leaves"]
+    assert leaf["stats"] == {"finite": 101, "nan": 0, "inf": 0, "min": 0, "max": 100, "total": 5050, "mean": 50}
+    for command in ("ls", "show"):
+        absent = CliRunner().invoke(main, [command, f"{bucket.url}/rum"])
+        assert absent.exit_code == 2
+        assert "does not exist" in absent.stderr

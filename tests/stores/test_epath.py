@@ -126,6 +126,17 @@ def test_what_is_missing(place: AnyBucket) -> None:
         flax_ckpt_compat.restore(f"{place.url}/none")
 
 
+def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
+    """No cache of a client outlives it."""
+    run = f"{place.url}/run"
+    flax_ckpt_compat.save(f"{run}/checkpoint_1", TREE, format="msgpack")
+    assert checkpoints.available_steps(run) == [1]
+    place.put("run/checkpoint_2", place.get("run/checkpoint_1"))
+    assert checkpoints.available_steps(run) == [1, 2]
+    place.delete("run/checkpoint_2")
+    assert checkpoints.available_steps(run) == [1]
+
+
 def test_a_file_that_goes_between_two_looks(shelf: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is missing, and there is nothing to delete."""
     shelf.put("a", b"x")

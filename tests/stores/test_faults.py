@@ -80,6 +80,17 @@ def test_a_store_that_does_not_answer(
     assert 1 < len(told) < 14 and all("did not answer in time" in text for text in told)
 
 
+def test_an_answer_that_stops_midway(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for again, which the client itself does only until an answer has begun."""
+    monkeypatch.setattr(clouds, "ANSWER_SECONDS", 0.2)
+    bucket.put("a", bytes(range(100)))
+    for fault in ("stop", "cut"):
+        faults = iter([fault])
+        with bucket.proxy.failing(lambda *_, faults=faults: next(faults, "")):
+            assert S3Client().read(f"{bucket.url}/a") == bytes(range(100))
+        assert next(faults, None) is None
+
+
 def test_an_interrupt_while_a_large_file_is_sent(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

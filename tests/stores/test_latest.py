@@ -12,7 +12,8 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.object_store import client, commit
+from tests.support import s3
 from tests.support.saves import tree
 from tests.support.store_places import BY_TURNS, AnyBucket
 
@@ -39,6 +40,15 @@ def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
     flax_ckpt_compat.save(root, tree(4), step=4, format=format, keep=2)
     assert ours.available_steps(root) == [3, 4]
     assert not [key for key in any_bucket.keys("run/") if "checkpoint_1" in key]
+
+
+@pytest.mark.parametrize("any_bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
+def test_a_list_of_several_pages(any_bucket: AnyBucket) -> None:
+    """All of it counts."""
+    names = [f"{number:03}" for number in range(s3.PAGE + 1)]
+    for name in names:
+        any_bucket.put(f"run/{name}", b"")
+    assert list(commit.client_for(any_bucket.url).list(f"{any_bucket.url}/run")) == names
 
 
 def _tree(number: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support import servers
-from tests.support.s3 import ONLY_ONE_HOP, Answer, Fault, Folders, Proxy
+from tests.support.s3 import ONLY_ONE_HOP, PAGE, Answer, Fault, Folders, Proxy
 
 TOKEN = "test-token"
 
@@ -107,7 +107,7 @@ class GsProxy(Proxy):
         if status != 200:
             return status, headers, content
         items = sorted(json.loads(content).get("items", ()), key=lambda item: item["name"].encode())
-        start, number = int(query.get("pageToken", "0")), int(query.get("maxResults", 1000))
+        start, number = int(query.get("pageToken", "0")), int(query.get("maxResults", PAGE))
         found: dict[str, Any] = {"kind": "storage#objects"}
         if items[start : start + number]:
             found["items"] = items[start : start + number]

@@ -28,7 +28,7 @@ _SLOW = 0.3  # s
 SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-# One of FAULTS; or "403", denied for good; "stall", no answer.
+# One of FAULTS; or "403", denied for good; "stall", no answer; "stop", half of an answer, and no more.
 Fault = str
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
@@ -182,7 +182,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 self._send(status, headers, content)
 
         def _send(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-            sent = content[: len(content) // 2] if self.fault == "cut" else content
+            sent = content[: len(content) // 2] if self.fault in ("cut", "stop") else content
             self._note(status, len(sent))
             self.send_response_only(status)
             for name, value in headers:
@@ -192,7 +192,9 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(sent)
             self.wfile.flush()
-            if self.fault == "cut":
+            if self.fault == "stop":
+                proxy.ended.wait()
+            if self.fault in ("cut", "stop"):
                 self._hang_up()
 
         def _note(self, status: int, sent: int) -> None:
