@@ -1,4 +1,6 @@
-"""What we write, read by real Orbax: PyTreeCheckpointer, StandardCheckpointer and v1 ``load``."""
+"""What real Orbax writes, read by us, and what we write, read by PyTreeCheckpointer, StandardCheckpointer and v1."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -10,12 +12,62 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import open_index, writer, zarr
+from flax_ckpt_compat.orbax_backend.save_plan import make_plan
 
-from flax_ckpt_compat._core.tree import KeyData
-from tests.support.orbax_trees import load, on_host, save
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.orbax_layout import DICT_KEY, SEQUENCE_KEY
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData
+from flax_ckpt_compat._trees import state_dict
+from tests.orbax_backend.conftest import WRITERS
+from tests.support.orbax_trees import BACKEND, change_metadata, load, on_host, save
 from tests.support.peers import needs, ocp_v1, skip_without_typed_keys, version
 from tests.support.spread import whole
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_reads_what_real_orbax_writes(tmp_path: Path, common_tree: dict[str, Any], writer: str) -> None:
+    """Every layout that the current release writes gives the saved values, dtypes, shapes and types."""
+    path = WRITERS[writer](tmp_path / "c", common_tree)
+    assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
+
+
+NARROW = {"i": np.int16(3), "f": np.float32(1.5), "c": np.complex64(1j)}
+
+
+@pytest.mark.parametrize(
+    ("write", "tree", "expected"),
+    [
+        # As saved, but for scalars of 64 bits, which are stored just as Python numbers are.
+        (WRITERS["v0"], {**NARROW, "w": np.int64(3), "d": np.float64(2.5)}, {**NARROW, "w": 3, "d": 2.5}),
+        pytest.param(
+            WRITERS["v0"],
+            jnp.arange(4.0),
+            np.arange(4, dtype=np.float32),
+            marks=needs("orbax-checkpoint", 0, 12, why="cannot save a bare jax array"),
+        ),
+        (WRITERS["v0"], {"l": list(range(12))}, {"l": list(range(12))}),  # ten after nine
+        # Only a declared single array loses its key.
+        (WRITERS["files"], {"checkpoint": np.arange(5)}, {"checkpoint": np.arange(5)}),
+    ],
+)
+def test_reads_what_else_real_orbax_writes(tmp_path: Path, write: Any, tree: Any, expected: Any) -> None:
+    """Scalars of numpy, long lists, and trees of one leaf."""
+    assert fingerprint(load(write(tmp_path / "c", tree))) == fingerprint(expected)
+
+
+@pytest.mark.parametrize("writer", ["v0", "zarr3"])
+def test_compressed_chunks_as_long_as_their_arrays(tmp_path: Path, writer: str) -> None:
+    """Their bytes lie in the database like those of small arrays, and are not the arrays' own: Orbax compresses."""
+    tree = {f"a{length}": np.ones(length, np.uint8) for length in range(10, 40)}
+    path = WRITERS[writer](tmp_path / "c", tree)
+    index = open_index.open_database(location_of(path))
+    chunks = {name: index.get(f"{name}/c/0" if writer == "zarr3" else f"{name}/0") for name in tree}
+    assert any(len(chunk or b"") == tree[name].nbytes for name, chunk in chunks.items())
+    assert fingerprint(load(path)) == fingerprint(tree)
+
 
 READERS = {
     "pytree": lambda path: ocp.PyTreeCheckpointer().restore(path),
@@ -135,3 +187,53 @@ def test_metadata_files_are_those_of_real_orbax(tmp_path: Path) -> None:
     names = {str(file.relative_to(ours)) for file in ours.rglob("*") if file.is_file() and file.parent.name != "d"}
     assert "commit_success.txt" in names
     assert not any(name.startswith("ocdbt.process") for name in names)
+
+
+def test_leaves_are_in_the_order_of_jax() -> None:
+    """Which sorts keys that are ints as numbers."""
+    tree = {"d": {number: number for number in range(12)}, "a": {str(number): number for number in range(12)}}
+    plan = make_plan(state_dict.describe(tree))
+    expected = [[str(key.key) for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert [[name for name, _ in entry.keys] for entry in plan.entries] == expected
+
+
+@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
+@pytest.mark.parametrize("dtype", sorted(name for name in zarr._V3_NAMES if hasattr(ts, name)))  # old ones lack some
+def test_it_is_what_tensorstore_writes(dtype: str, compression: str | None) -> None:
+    """Members and values are those of the file that TensorStore makes of them; any release of it reads that."""
+    encoding, metadata = writer._ENCODINGS[compression], {"shape": [6, 8], "dtype": zarr.dtype_from_name(dtype)}
+    ours = zarr.dump_metadata((6, 8), (3, 8), np.dtype(metadata["dtype"]), encoding)
+    context = ts.Context()
+    spec = {"driver": "zarr3" if encoding.checksums else "zarr", "kvstore": "memory://", "metadata": ours}
+    ts.open(spec, create=True, context=context).result()
+    theirs = json.loads(ts.KvStore.open("memory://", context=context).result()[encoding.metadata_file])
+    assert theirs == ours
+
+
+@pytest.mark.parametrize(
+    ("keys", "container", "expected"),
+    [
+        # As Orbax saves a `flax.nnx.List`, which it cannot restore.
+        ({"0": SEQUENCE_KEY, "b": DICT_KEY}, None, Branch({"0": None, "b": None})),
+        ({"b": DICT_KEY, "0": SEQUENCE_KEY}, None, Branch({"b": None, "0": None})),
+        ({"0": SEQUENCE_KEY}, None, Branch({"0": None}, Container.LIST)),
+        # Annotations say which sequence or dict it is, make no sequence of a dict, and name no keys that are not there.
+        ({"0": SEQUENCE_KEY}, ["tuple", []], Branch({"0": None}, Container.TUPLE)),
+        ({"0": DICT_KEY}, ["list", []], Branch({"0": None})),
+        ({"3": DICT_KEY}, ["dict", ["3", "7"]], Branch({"3": None}, int_keys=frozenset({"3"}))),
+    ],
+)
+def test_containers(keys: dict[str, int], container: Any, expected: Branch, tmp_path: Path) -> None:
+    """They are told by the keys of their entries, and by annotations."""
+    entries = {
+        name: {
+            "key_metadata": [{"key": "a", "key_type": DICT_KEY}, {"key": name, "key_type": kind}],
+            "value_metadata": {"value_type": "None", "skip_deserialize": True},
+        }
+        for name, kind in keys.items()
+    }
+    path = Path(save(tmp_path / "c", {}))
+    marks = {"format": 1, "leaves": {}, "containers": [[["a"], *container]] if container else []}
+    change_metadata(path, tree_metadata=entries, custom_metadata={"flax_ckpt_compat": marks})
+    found: Any = BACKEND.open(location_of(path)).tree
+    assert found.children["a"] == expected
