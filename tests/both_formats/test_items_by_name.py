@@ -75,15 +75,6 @@ def test_unknown_names(run: Path, tmp_path: Path, call: Callable[..., Any]) -> N
             call(run, item=name)
 
 
-def test_one_broken_item_does_not_matter_to_another(run: Path, tmp_path: Path) -> None:
-    """Only the item that is asked for is opened."""
-    flax_ckpt_compat.convert(run / "5", tmp_path, "manager", step=5)
-    (tmp_path / "5" / "ema" / "_METADATA").write_text("{")
-    assert_same(flax_ckpt_compat.restore(tmp_path / "5", item="net"), STATE)
-    with pytest.raises(errors.CorruptCheckpointError):
-        flax_ckpt_compat.restore(tmp_path / "5", item="ema")
-
-
 def test_commands(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """show, plan and diff look at one item; a file of one tree is compared with it."""
 
@@ -167,8 +158,12 @@ def test_equals(tmp_path: Path) -> None:
 
 
 def test_a_broken_item_hides_no_whole_one(root: Path) -> None:
-    """The whole one restores into its target; where all are asked for, the error names it, and the other."""
+    """The whole one restores into its target, or by its name; where all are asked for, the error names it, and the
+    other."""
     (root / "1" / "params" / "_METADATA").write_text('{"tree')
     assert_same(restore(root, EMPTY), MODEL)
+    assert_same(restore(root, item="train_state"), MODEL)
+    with pytest.raises(CorruptCheckpointError):
+        restore(root, item="params")
     with pytest.raises(CorruptCheckpointError, match=r"1/params/_METADATA.* restore by their names: train_state"):
         restore(root)

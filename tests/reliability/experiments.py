@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 from tests.reliability import concurrent, damage, fuzz, kills, power, processes, reads
 from tests.reliability.tally import Extent, Tally
@@ -20,22 +21,17 @@ class Experiment:
     systems: tuple[System, ...] = SYSTEMS
 
 
-def _calls(*injections: str) -> Callable[[System, Tally, Extent], None]:
-    def run(system: System, tally: Tally, extent: Extent) -> None:
-        kills.at_calls(system, injections, tally, extent)
-
-    return run
-
-
 WITH_SHIM = (
     Experiment(
-        "calls", "killed at a call, or in the middle of a write", _calls("killed", "killed in the middle of a write")
+        "calls",
+        "killed at a call, or in the middle of a write",
+        partial(kills.at_calls, names=("killed", "killed in the middle of a write")),
     ),
     Experiment("kills", "killed at a random time, saving step after step", kills.random_times),
     Experiment(
         "errors",
         "a call fails once (EIO, ENOSPC), or the disk stays full from it on",
-        _calls("EIO", "ENOSPC", "a disk that stays full"),
+        partial(kills.at_calls, names=("EIO", "ENOSPC", "a disk that stays full")),
     ),
     Experiment(
         "reads",

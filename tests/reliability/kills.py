@@ -62,7 +62,7 @@ def _hit(system: System, scenario: Scenario, folder: str, at: int, action: Actio
     return calls, raised
 
 
-def at_calls(system: System, names: Sequence[str], tally: Tally, extent: Extent) -> None:
+def at_calls(system: System, tally: Tally, extent: Extent, names: Sequence[str]) -> None:
     """Hit each call of each scenario's last save, or as many as the extent says, in a fresh copy of the directory."""
     for scenario in extent.of(SCENARIOS):
         with _base(system, scenario) as base:
