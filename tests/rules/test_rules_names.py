@@ -50,7 +50,20 @@ LAYERS = {"layer_1": 1, "layer_2": 2}
 HEADS = {"a": {"head": {"w": 1}, "x": 2}, "b": {"head": {"w": 3}, "headless": 4}, "head": 5}
 NESTED = {"net": {"l1.conv.weight": 1, "l1.bias": 2, "step": 3}, "a.b": 4}
 FEW = {"params": {"w": 1}, "step": 2}
+T5X = {"layers_0": {"norm": 1, "attention": 2}, "layers_1": 3, "relpos_bias": {"rel_embedding": 4}}
+T5X_NAMES = {
+    "target": "params",
+    r"target/(\w+)/relpos_bias/rel_embedding": r"params/\1/layers_0/attention/bias",
+    r"layers_(\d+)": r"blocks_\1",
+    r"layers_(\d+)/norm": r"layers_\1/attention/norm",
+}
+OURS = {"layers_0": {"attention": {"norm": 1, "bias": 4}}, "blocks_0": {"attention": 2}, "blocks_1": 3}
 RENAMED: list[tuple[Any, rules.Rule, dict[str, Any]]] = [
+    # Of overlapping names the longest is taken, whichever entry is given first.
+    *(
+        ({"target": {"encoder": T5X}}, rules.rename(dict(names)), flat({"params": {"encoder": OURS}}))
+        for names in (T5X_NAMES.items(), reversed(T5X_NAMES.items()))
+    ),
     # Wherever it occurs as a whole name, with groups, and at several levels at once.
     (TREE, rules.rename(r"Dense_(\d)", r"enc/l\1"), renamed(TREE, lambda name: name.replace("Dense_", "enc/l"))),
     (AB, rules.rename("^a", "z"), {"z/a": 1, "b/a": 2}),

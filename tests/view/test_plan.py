@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import rich.console
 from click.testing import CliRunner
@@ -19,7 +18,6 @@ from flax_ckpt_compat.cli import main
 from flax_ckpt_compat.errors import MissingLeavesError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.samples import fingerprint
-from tests.support.saves import save_items
 from tests.support.stored import flat
 
 STORED = {
@@ -172,17 +170,6 @@ def test_notebooks_and_pages_show_what_is_printed(flag: bool, tmp_path: Path) ->
     assert "a/&lt;b&gt;" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
-def test_without_a_target(saved: str, tmp_path: Path) -> None:
-    """Without a target the plan is every stored leaf; rules work there too."""
-    plan = plan_restore(tmp_path, transforms=[rules.move("params/dense", "")])
-    assert {leaf.path: leaf.sources for leaf in plan.leaves} == {
-        "kernel": ("params/dense/kernel",),
-        "bias": ("params/dense/bias",),
-    }
-    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.move("params/dense", "")])
-    assert fingerprint(dict(sorted(restored.items()))) == fingerprint(dict(sorted(STORED["params"]["dense"].items())))
-
-
 def test_misspelt_transforms_are_told(saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A transform that matches no leaf of the target is warned about; rules that are no list of calls are refused."""
     transforms = {"params/scle": Transform(original_key="params/scale"), "stats/.*": Transform(use_fallback=True)}
@@ -205,27 +192,6 @@ def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
     assert again == plan and again.missing == plan.missing and again.suggestion is None
     lines = str(again).splitlines()
     assert [line for line in str(plan).splitlines() if line in lines] == lines and "transforms" not in str(again)
-
-
-def test_rules_for_several_items(tmp_path: Path) -> None:
-    """Of a checkpoint of several items, rules name leaves as the plan does: with the item's name first."""
-    gen, disc = {"Dense_0": {"kernel": np.ones((2, 3))}}, {"Dense_0": {"kernel": np.zeros((2, 3))}}
-    save_items(tmp_path, gen=gen, disc=disc, notes=ocp.args.JsonSave({"n": 1}))
-    target = {
-        "gen": {"enc": {"kernel": np.zeros((2, 3))}},
-        "disc": {"Dense_0": {"kernel": np.ones((2, 3))}},
-        "notes": None,
-    }
-    plan = plan_restore(tmp_path, target, transforms=[rules.rename("^gen/Dense_0", "gen/enc")])
-    assert by_path(plan)["gen/enc/kernel"].sources == ("gen/Dense_0/kernel",)
-    restored = checkpoints.restore_checkpoint(
-        tmp_path, target, orbax_transforms=[rules.rename("^gen/Dense_0", "gen/enc"), rules.cast("gen", "float32")]
-    )
-    assert restored["gen"]["enc"]["kernel"].dtype == np.float32 and restored["gen"]["enc"]["kernel"].all()
-    assert not restored["disc"]["Dense_0"]["kernel"].any() and restored["notes"] == {"n": 1}
-    swapped = [rules.move("gen", "old"), rules.move("disc", "gen"), rules.move("old", "disc")]
-    both = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=swapped)
-    assert not both["gen"]["Dense_0"]["kernel"].any() and both["disc"]["Dense_0"]["kernel"].all()
 
 
 def test_a_sharding_that_does_not_fit_is_told(tmp_path: Path) -> None:
