@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -357,63 +355,6 @@ def test_raw_and_typed_keys(flag: bool, impl: str, tmp_path: Path) -> None:
     path = save(tmp_path / "typed", {"rng": keys}, format="orbax" if flag else "msgpack")
     found = restore(path, {"rng": np.zeros(raw.shape, np.uint32)}, transforms=[rules.key_data("rng")])["rng"]
     np.testing.assert_array_equal(found, raw)
-
-
-ADAM = optax.adam(1e-3)
-
-
-@pytest.fixture(params=["msgpack", "orbax"])
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Saves a tree in each format, and returns what rules make of it."""
-
-    def made(tree: Any, target: Any, *steps: rules.Rule) -> Any:
-        path = save(tmp_path / "x", tree, format=request.param, overwrite=True)
-        return restore(path, target, transforms=list(steps))
-
-    return made
-
-
-def equal(found: Any, expected: Any) -> None:
-    """The same structure and values."""
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def filled(params: Any, value: int) -> Any:
-    """Adam's state with one value in all moments, and as its count."""
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, value, leaf.dtype), ADAM.init(params))
-
-
-PARTS = {"gen": {"w": jnp.ones((2, 3))}, "disc": {"w": jnp.ones((2, 3))}}
-
-
-def test_an_optimizer_becomes_two_and_one_again(saved: Any) -> None:
-    """Each part takes its moments, although only one of the states has the part's name in them."""
-    first, second = filled(PARTS["gen"], 2), filled(PARTS["disc"], 5)
-    both = ADAM.init(PARTS)
-    moments = {name: {"w": jnp.full((2, 3), value)} for name, value in (("gen", 2.0), ("disc", 5.0))}
-    whole = (both[0]._replace(count=jnp.int32(2), mu=moments, nu=moments), *both[1:])
-    target = {"opt_gen": ADAM.init(PARTS["gen"]), "opt_disc": ADAM.init(PARTS["disc"])}
-    steps = [rules.optimizer_state(f"opt_{name}", "opt_state", name) for name in PARTS]
-    found = saved({"opt_state": whole}, target, *steps)
-    equal([found["opt_gen"][0].mu, found["opt_disc"][0].nu], [first[0].mu, second[0].nu])
-    assert found["opt_gen"][0].count == found["opt_disc"][0].count == 2
-    steps = [rules.optimizer_state("opt_state", f"opt_{name}", name) for name in PARTS]
-    found = saved({"opt_gen": first, "opt_disc": second}, {"opt_state": both}, *steps)
-    equal(found["opt_state"], whole)
-
-
-@pytest.mark.parametrize("step", [7, np.int32(7)])
-@pytest.mark.parametrize("stored_at", ["opt_state", "old"])
-def test_a_count_is_copied_in_any_order(step: Any, stored_at: str, saved: Any) -> None:
-    """Before or after `optimizer_state`, and of a Python number, too."""
-    params = {"w": jnp.ones((2, 3))}
-    schedule = optax.adam(optax.linear_schedule(0.0, 1e-3, 10))
-    target = {"opt_state": schedule.init(params), "step": step * 0}
-    steps = [rules.copy("step", "opt_state/1/count"), rules.optimizer_state("opt_state", stored_at)]
-    for order in itertools.permutations(steps):
-        found = saved({stored_at: filled(params, 3), "step": step}, target, *order)
-        assert found["opt_state"][1].count == 7 and found["opt_state"][1].count.dtype == np.int32
-        assert found["opt_state"][0].count == 3 and found["step"] == 7
 
 
 @st.composite

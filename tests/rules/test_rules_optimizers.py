@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -368,6 +369,35 @@ def test_what_a_later_rule_may_read_is_not_lost(flag: bool, tmp_path: Path) -> N
     ):
         expected = {"opt": tuple(map(numbered, numbers))}
         jax.tree.map(np.testing.assert_array_equal, restored(path, target, *steps), expected)
+
+
+def test_one_state_becomes_two_and_one_again(flag: bool, tmp_path: Path) -> None:
+    """Each part takes its moments, although only one of the states has the part's name in them."""
+    each = {f"opt_{name}": numbered(number) for name, number in (("gen", 1), ("disc", 2))}
+    moments = {"gen": each["opt_gen"][0].mu, "disc": each["opt_disc"][0].mu}
+    adam, rest = ADAM.init({"gen": TWO, "disc": TWO})
+    whole = {"opt": (adam._replace(count=jnp.int32(1), mu=moments, nu=moments), rest)}
+    apart = {**each, "opt_disc": (each["opt_disc"][0]._replace(count=jnp.int32(1)), rest)}
+    for number, (old, new, places) in enumerate((
+        (whole, apart, [(f"opt_{name}", "opt", name) for name in moments]),
+        (each, whole, [("opt", f"opt_{name}", name) for name in moments]),
+    )):  # fmt: skip
+        steps = [rules.optimizer_state(*place) for place in places]
+        found = restored(written(old, flag, tmp_path / str(number)), jax.tree.map(jnp.zeros_like, new), *steps)
+        jax.tree.map(np.testing.assert_array_equal, found, new)
+
+
+@pytest.mark.parametrize("step", [7, np.int32(7)])
+@pytest.mark.parametrize("stored_at", ["opt_state", "old"])
+def test_a_count_is_copied_in_any_order(step: Any, stored_at: str, flag: bool, tmp_path: Path) -> None:
+    """Before or after `optimizer_state`, and of a Python number, too."""
+    schedule = optax.adam(optax.linear_schedule(0.0, 1e-3, 10))
+    path = written({stored_at: numbered(3), "step": step}, flag, tmp_path)
+    steps = [rules.copy("step", "opt_state/1/count"), rules.optimizer_state("opt_state", stored_at)]
+    for order in itertools.permutations(steps):
+        found = restored(path, {"opt_state": fresh(schedule), "step": step * 0}, *order)
+        assert found["opt_state"][1].count == 7 and found["opt_state"][1].count.dtype == np.int32
+        assert found["opt_state"][0].count == 3 and found["step"] == 7
 
 
 def old_layout(tree: Any) -> Any:
