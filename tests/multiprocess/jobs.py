@@ -303,27 +303,27 @@ def steps_and_arrays(orbax: bool, *steps: int) -> list[str]:
     return sorted(f"checkpoint_{step}{end}" for step in steps for end in (("",) if orbax else ("", "_gda")))
 
 
-def reports_of_save(folder: str, orbax: bool) -> tuple[int, list[int]]:
-    """Saves an array that is split over all processes, and one of numpy; the bytes in all, and those of each report."""
+def reports(folder: str, orbax: bool) -> list[tuple[int, list[int]]]:
+    """Saves an array that is split over all processes, and one of numpy, and restores both whole.
+
+    Returns:
+        Of each of the two calls the bytes in all, and those of each report.
+    """
     use(orbax)
-    split = put(large(), NamedSharding(mesh(), P(("x", "y"))))
-    return _reports(lambda: checkpoints.save_checkpoint_multiprocess(folder, {"split": split, "own": np.ones(3)}, 2))
-
-
-def reports_of_restore(folder: str) -> tuple[int, list[int]]:
-    """Restores both whole."""
-    whole = NamedSharding(mesh(), P())
-    target = {"split": jax.ShapeDtypeStruct(large().shape, np.float32, sharding=whole), "own": np.ones(3)}
-    return _reports(lambda: checkpoints.restore_checkpoint(folder, target, 2))
-
-
-def _reports(call: Callable[[], Any]) -> tuple[int, list[int]]:
-    done: list[Progress] = []
-    with pytest.MonkeyPatch().context() as patch, config.override(progress=done.append):
-        patch.setattr(progress, "_EVERY_SECONDS", 0.0)
-        call()
-    assert done[-1].finished
-    return done[-1].total, [one.done for one in done]
+    split, own = put(large(), NamedSharding(mesh(), P(("x", "y")))), np.ones(3)
+    target = {"split": jax.ShapeDtypeStruct(split.shape, np.float32, sharding=NamedSharding(mesh(), P())), "own": own}
+    found = []
+    for call in (
+        lambda: checkpoints.save_checkpoint_multiprocess(folder, {"split": split, "own": own}, 2),
+        lambda: checkpoints.restore_checkpoint(folder, target, 2),
+    ):
+        done: list[Progress] = []
+        with pytest.MonkeyPatch().context() as patch, config.override(progress=done.append):
+            patch.setattr(progress, "_EVERY_SECONDS", 0.0)
+            call()
+        assert done[-1].finished
+        found.append((done[-1].total, [one.done for one in done]))
+    return found
 
 
 # Of the rules of saving, and of what goes wrong

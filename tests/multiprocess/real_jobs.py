@@ -10,12 +10,11 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-from jax.sharding import NamedSharding
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
-from tests.multiprocess.jobs import VALUES, barrier, check_shards, mesh, names, put, use
+from tests.multiprocess.jobs import VALUES, barrier, check_shards, names, split_tree, use
 
 # What real Flax can hold of `VALUES`, in both of its formats.
 NAMES = ("both", "rows", "columns", "merged", "replicated", "zero_d", "bf16", "flags", "large", "wide")
@@ -23,11 +22,7 @@ NAMES = ("both", "rows", "columns", "merged", "replicated", "zero_d", "bf16", "f
 
 def tree(kind: str, *, blank: bool = False) -> dict[str, Any]:
     """Arrays over all processes and some leaves beside them."""
-    where = mesh(kind)
-    split = {}
-    for name in NAMES:
-        values, spec = VALUES[name]
-        split[name] = put(np.ones_like(values) if blank else values, NamedSharding(where, spec))
+    split = {name: array for name, array in split_tree(kind, blank=blank).items() if name in NAMES}
     return {"split": split, "step": 0 if blank else 3, "host": np.zeros(3) if blank else np.arange(3.0)}
 
 

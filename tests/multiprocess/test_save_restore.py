@@ -74,12 +74,10 @@ def test_odd_trees(orbax: bool, tmp_path: Path, shape: str) -> None:
 
 def test_each_process_reports_its_share(orbax: bool, tmp_path: Path) -> None:
     """In a save, what it writes; in a restore, all that it reads."""
-    team = team_of(2)
-    saved = team.call(jobs.reports_of_save, str(tmp_path), orbax)
-    assert [total for total, _ in saved] == [2**23 + 24, 2**23]
-    restored = team.call(jobs.reports_of_restore, str(tmp_path))
-    assert [total for total, _ in restored] == [2**24 + 24, 2**24 + 24]
-    for total, done in [*saved, *restored]:
+    first, second = team_of(2).call(jobs.reports, str(tmp_path), orbax)
+    assert [total for total, _ in first] == [2**23 + 24, 2**24 + 24]
+    assert [total for total, _ in second] == [2**23, 2**24 + 24]
+    for total, done in [*first, *second]:
         assert done == sorted(done)
         assert done[-1] == total
         assert done.count(total) == 1
