@@ -38,7 +38,7 @@ _TELLING = COPIES | _set(
     "online fast source image text audio video left right up down forward backward fwd bwd in out input output pre "
     "post first last final inner outer new local global query key value mean std var log min max pos neg positive "
     "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
-    "vision visual speech language start end top bottom"
+    "vision visual speech language start end top bottom adapter lora"
 )
 # Words of the field for one thing.
 _SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
