@@ -122,6 +122,12 @@ def flag(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
+def orbax(request: pytest.FixtureRequest) -> bool:
+    """What Flax's flag shall be in other processes."""
+    return bool(request.param)
+
+
 @pytest.fixture(params=["msgpack", "orbax"])
 def format(request: pytest.FixtureRequest) -> Any:
     """Each test once for each format of a save."""

@@ -26,12 +26,6 @@ from tests.support.saves import names, new_folder, tree, use_flag
 FORMATS = ("msgpack", "orbax")
 
 
-@pytest.fixture(params=FORMATS)
-def format(request: pytest.FixtureRequest) -> Any:
-    """Each test once for each format."""
-    return request.param
-
-
 def state() -> Any:
     """A TrainState after one step of training."""
     fresh = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 3))}, tx=optax.adam(0.1))

@@ -535,21 +535,29 @@ begun.wait()
 child = os.fork()
 if not child:
     signal.alarm(20)
-    for step, manager in ((2, used), (3, busy)):  # the parent's threads are not here
+    # The parent's threads are not here.
+    for step, manager, orbax in ((2, used, False), (3, busy, True), (4, None, True)):
+        flax.config.update("flax_use_orbax_checkpointing", orbax)
         checkpoints.save_checkpoint(folder, {"n": step}, step, keep=0, async_manager=manager)
-        manager.wait_previous_save()
-    assert checkpoints.available_steps(folder) == [1, 2, 3]
+        if manager:
+            manager.wait_previous_save()
+        assert [checkpoints.restore_checkpoint(folder, None, n)["n"] for n in (1, step)] == [1, step]
+    assert checkpoints.available_steps(folder) == [1, 2, 3, 4] and verify(folder).ok
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert not busy.save_future.done()
 hold.set()
 busy.wait_previous_save()
+checkpoints.save_checkpoint(folder, {"n": 5}, 5, keep=0)
 """
 
 
-def test_a_forked_child_saves_with_its_parents_managers(tmp_path: Path) -> None:
-    """A manager whose thread, or save, is the parent's begins anew in the child, which waits for no save of that."""
-    run_saving(FORKED_MANAGER, tmp_path, False)
+def test_a_forked_child_saves_with_its_parents_managers(flag: bool, tmp_path: Path) -> None:
+    """A manager whose thread, or save, is the parent's begins anew in the child, which waits for no save of that.
+
+    Both formats work in the child, as a worker of a data loader, and in the parent."""
+    run_saving(FORKED_MANAGER, tmp_path, flag)
+    assert ours.available_steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
 def test_the_managers_own_calls_raise_the_failure_before() -> None:

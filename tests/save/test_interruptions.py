@@ -163,31 +163,6 @@ def test_an_interrupted_import_of_tensorstore(tmp_path: Path) -> None:
     assert run_python(IMPORT, fresh=True)[0] == "[0, 0, 0]\n"
 
 
-FORKED = """
-tree = {"w": np.arange(9.0)}
-
-def save(name, flag):
-    flax.config.update("flax_use_orbax_checkpointing", flag)
-    checkpoints.save_checkpoint(f"{folder}/{name}", tree, 1)
-    np.testing.assert_array_equal(checkpoints.restore_checkpoint(f"{folder}/{name}", None)["w"], tree["w"])
-
-save("parent", True)
-if not os.fork():
-    save("child", False)
-    save("child2", True)
-    checkpoints.restore_checkpoint(f"{folder}/parent", None)
-    assert verify(f"{folder}/parent").ok
-    os._exit(0)
-assert os.wait()[1] == 0
-save("parent2", True)
-"""
-
-
-def test_a_fork_of_a_process_that_saved(tmp_path: Path) -> None:
-    """Both formats work in the child, as a worker of a data loader."""
-    run_saving(FORKED, tmp_path, False)
-
-
 NO_DESCRIPTOR = """
 import resource
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -213,7 +188,6 @@ def test_no_descriptor_is_left_for_a_look_up(flag: bool, tmp_path: Path) -> None
 
 
 PAUSED = """
-import gc, os, sys, threading
 from flax_ckpt_compat._core import memory
 paused, end = threading.Event(), threading.Event()
 def save():
@@ -235,7 +209,7 @@ assert gc.isenabled()
 
 def test_a_fork_during_a_save_has_a_garbage_collector(tmp_path: Path) -> None:
     """A data loader that starts while a background save pauses Python's collector would never collect again."""
-    run_python(PAUSED, PYTHONWARNINGS="ignore")
+    run_saving(PAUSED, tmp_path, False)
 
 
 # Native libraries log so: to the descriptor 2, whatever it is.

@@ -26,12 +26,6 @@ from tests.support.team import Team, team_of
 WAIT = 1.0
 
 
-@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
-def orbax(request: pytest.FixtureRequest) -> bool:
-    """What Flax's flag shall be in the processes of a team."""
-    return bool(request.param)
-
-
 @pytest.fixture
 def proxies(bucket: Bucket) -> Iterator[list[Proxy]]:
     """A proxy for each of two processes."""
