@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import flax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -20,6 +19,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints, iter_checkpoints, save
 from flax_ckpt_compat.cli import main
 from tests.support import terminal
+from tests.support.saves import use_flag
 
 ROOT = Path(__file__).parents[2]
 NOVEMBER = 1_700_000_000  # 2023-11-14 22:13:20 UTC
@@ -33,8 +33,7 @@ def ls(*arguments: object) -> Result:
 
 def run_of_flax(directory: Path) -> None:
     """Steps 1 and 3 and ``best`` as Flax itself saves them, 2 as Orbax does, and two that were never finished."""
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    with pytest.warns(DeprecationWarning):
+    with use_flag(False):
         for step in (1, 3, "best"):
             flax_checkpoints.save_checkpoint(directory, TREE, step, keep=9)
     ocp.PyTreeCheckpointer().save(directory / "checkpoint_2", TREE)
@@ -134,8 +133,7 @@ def test_dashes_before_steps(tmp_path: Path) -> None:
 
 def test_recursive(tmp_path: Path) -> None:
     """All directories below are listed, each with the checkpoints of all prefixes."""
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    with pytest.warns(DeprecationWarning):
+    with use_flag(False):
         for run, step, prefix in [("a", 1, "checkpoint_"), ("b/deep", 7, "gan_"), ("b/deep", 2, "checkpoint_")]:
             flax_checkpoints.save_checkpoint(tmp_path / run, TREE, step, prefix=prefix)
     assert "there are checkpoints at" in ls(tmp_path).stdout
@@ -210,8 +208,7 @@ def run(*arguments: object) -> Result:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Step 1 as real Flax saves it, 2 as real Orbax does, in a folder for each array."""
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    with pytest.warns(DeprecationWarning):
+    with use_flag(False):
         flax_checkpoints.save_checkpoint(tmp_path, BLOCKS, 1)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
         checkpointer.save(tmp_path / "checkpoint_2", BLOCKS)

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import flax
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat.cli import main
+from tests.support.saves import use_flag
 
 SCRIPT = """
 import argparse
@@ -49,8 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "my_train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    with pytest.warns(DeprecationWarning):
+    with use_flag(False):
         flax_checkpoints.save_checkpoint(tmp_path / "run", {"dense": {"w": np.ones((2, 3), np.float32)}, "step": 7}, 7)
     yield
     sys.modules.pop("my_train", None)
@@ -61,27 +60,26 @@ def plan(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["plan", *arguments])
 
 
-def test_what_is_missing() -> None:
-    """Leaves that are missing, the error, and rules that would find them; exit code 1."""
-    result = plan("run", "--target", "my_train:create_state")
-    assert result.exit_code == 1
-    assert "restore raises MissingLeavesError" in result.stdout
-    assert "rules.rename" in result.stdout
+@pytest.mark.parametrize(
+    ("target", "options", "code", "told"),
+    [
+        ("state", [], 1, "restore raises MissingLeavesError"),
+        ("state", ["--restore-checkpoint"], 1, "restore_checkpoint raises MissingLeavesError"),
+        ("other_shape", [], 1, "restore raises ShapeMismatchError (restore_checkpoint would succeed)"),
+        (
+            "other_shape",
+            ["--restore-checkpoint"],
+            0,
+            "restore_checkpoint succeeds. Where shapes differ, the result has the stored shape.",
+        ),
+    ],
+)
+def test_what_each_function_would_do(target: str, options: list[str], code: int, told: str) -> None:
+    """``restore_checkpoint`` warns of another shape, where ``restore`` raises; rules for leaves are told."""
+    result = plan("run", "--target", f"my_train:create_{target}", *options)
+    assert (result.exit_code, told in result.stdout) == (code, True), result.stdout
+    assert ("rules.rename" in result.stdout) == (target == "state")
     assert "\x1b" not in result.stdout
-
-
-def test_what_restore_checkpoint_would_do() -> None:
-    """It warns of another shape, where ``restore`` raises; the text names the function."""
-    strict = plan("run", "--target", "my_train:create_other_shape")
-    assert strict.exit_code == 1
-    assert "restore raises ShapeMismatchError (restore_checkpoint would succeed)" in strict.stdout
-    mild = plan("run", "--target", "my_train:create_other_shape", "--restore-checkpoint")
-    assert mild.exit_code == 0
-    assert "restore_checkpoint succeeds. Where shapes differ, the result has the stored shape." in mild.stdout
-    assert (
-        "restore_checkpoint raises MissingLeavesError"
-        in plan("run", "--target", "my_train:create_state", "--restore-checkpoint").stdout
-    )
 
 
 @pytest.mark.parametrize(
