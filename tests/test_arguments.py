@@ -90,7 +90,6 @@ def test_no_manager_of_arrays(tmp_path: Path, options: dict[str, Any], flag: boo
     assert names(tmp_path / flax_checkpoints.__name__) == names(tmp_path / checkpoints.__name__) == ["checkpoint_1"]
 
 
-@pytest.mark.parametrize("use_orbax", [False, True])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -104,9 +103,9 @@ def test_no_manager_of_arrays(tmp_path: Path, options: dict[str, Any], flag: boo
     ],
     ids=repr,
 )
-def test_restores_take_what_flax_takes(tmp_path: Path, use_orbax: bool, arguments: dict[str, Any]) -> None:
+def test_restores_take_what_flax_takes(tmp_path: Path, flag: bool, arguments: dict[str, Any]) -> None:
     """What a checkpoint does not need is not looked at, and what is false is not given."""
-    with use_flag(use_orbax):
+    with use_flag(flag):
         flax_checkpoints.save_checkpoint(tmp_path, tree(1), 1)
     for module in (flax_checkpoints, checkpoints):
         found = module.restore_checkpoint(tmp_path, tree(), **arguments)

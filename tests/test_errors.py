@@ -17,23 +17,20 @@ from tests.support.saves import refuse
 NAMES = sorted({*errors.__all__} - {"CheckpointError"})
 
 
+# Class → its own attributes; the others have a leaf.
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "MissingLeavesError": {"missing": ("a/b", "c")},
+    "ProcessTimeoutError": {"absent": (1, 3)},
+    "ConversionError": {"conversions": ()},
+    **{name: {"errno": 28} for name in ("StorageError", "CleanupError", "ConcurrentWriteError")},
+    "PermissionDeniedError": {"errno": 13},
+    "MissingPathError": {"errno": 2},
+}
+
+
 def make(name: str) -> Any:
     """One instance with every attribute set."""
-    kind = getattr(errors, name)
-    extra: dict[str, Any] = {}
-    if name == "MissingLeavesError":
-        extra = {"missing": ("a/b", "c")}
-    elif name == "ProcessTimeoutError":
-        extra = {"absent": (1, 3)}
-    elif name == "ConversionError":
-        extra = {"conversions": ()}
-    elif name in ("StorageError", "CleanupError", "ConcurrentWriteError"):
-        extra = {"errno": 28}
-    elif name in ("PermissionDeniedError", "MissingPathError"):
-        extra = {"errno": 13 if name[0] == "P" else 2}
-    else:
-        extra = {"leaf": "a/b"}
-    return kind("the message {with} 100%", path="/p", **extra)
+    return getattr(errors, name)("the message {with} 100%", path="/p", **ATTRIBUTES.get(name, {"leaf": "a/b"}))
 
 
 def test_the_list_is_complete() -> None:

@@ -241,12 +241,14 @@ def test_targets_of_items(items: dict[str, Any], target: Any, expected: Any, tmp
     ],
 )
 def test_steps_are_compared_as_numbers(saved: Any, asked: Any, flag: bool, tmp_path: Path) -> None:
-    """However a name spells its step, the number finds it; the exact name goes first."""
+    """However a name spells its step, the number finds it; the exact name goes first, and one overwrites the other."""
     checkpoints.save_checkpoint(tmp_path, tree(1), saved)
     assert checkpoints.restore_checkpoint(tmp_path, None, asked)["n"] == 1
     with flax_ckpt_compat.open_checkpoint(tmp_path, asked) as opened:
         assert opened.step == asked
     assert flax_ckpt_compat.plan_restore(tmp_path, step=asked).path == str(tmp_path / f"checkpoint_{saved}")
+    checkpoints.save_checkpoint(tmp_path, tree(2), asked, overwrite=True)
+    assert len(names(tmp_path)) == 1
 
 
 # Formats that are not ours

@@ -120,23 +120,33 @@ def test_restored_jax_arrays_are_theirs_alone(tmp_path: Path) -> None:
     del noise
 
 
-@pytest.mark.parametrize("kind", ["no target", "numpy", "jax", "abstract"])
-def test_arrays_of_several_processes(kind: str) -> None:
-    """One process reads them: to the host without a target or sharding, else as the target's sharding says."""
-    raw = checkpoints.restore_checkpoint(GDA / "two_processes_tree", None)
-    whole = gda_values("two_processes_tree")["params"]["xy"]
-    assert type(raw["params"]["xy"]) is np.ndarray
-    np.testing.assert_array_equal(raw["params"]["xy"], whole)
-    leaf = {
-        "no target": None,
-        "numpy": np.zeros((8, 4)),
-        "jax": jnp.zeros((8, 4)),
-        "abstract": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16, sharding=jnp.zeros(1).sharding),
-    }[kind]
-    target = {**raw, "params": {**raw["params"], "xy": leaf}}
-    restored = checkpoints.restore_checkpoint(GDA / "two_processes_tree", target)["params"]["xy"]
-    assert isinstance(restored, jax.Array) == (kind in ("jax", "abstract"))
-    assert restored.dtype == (jnp.bfloat16 if kind == "abstract" else np.float32)
+GDA_TARGETS = [
+    None,
+    np.zeros((8, 4)),
+    jnp.zeros((8, 4)),
+    jax.ShapeDtypeStruct((8, 4), jnp.bfloat16, sharding=jnp.zeros(1).sharding),
+]
+
+
+@pytest.mark.parametrize("leaf", GDA_TARGETS, ids=lambda leaf: type(leaf).__name__)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["tree", "leaf"])
+def test_arrays_of_several_processes(is_whole: bool, leaf: Any) -> None:
+    """One process reads them: to the host without a target or sharding, else as the target's sharding says.
+
+    A single such array as the whole tree restores, which Flax itself cannot."""
+    folder = "two_processes_leaf" if is_whole else "two_processes_tree"
+
+    def array_of(tree: Any) -> Any:
+        return tree if is_whole else tree["params"]["xy"]
+
+    raw, whole = checkpoints.restore_checkpoint(GDA / folder, None), array_of(gda_values(folder))
+    assert type(array_of(raw)) is np.ndarray
+    np.testing.assert_array_equal(array_of(raw), whole, strict=True)
+    target = leaf if is_whole else {**raw, "params": {**raw["params"], "xy": leaf}}
+    restored = array_of(checkpoints.restore_checkpoint(GDA / folder, target))
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    assert isinstance(restored, jax.Array) == (isinstance(leaf, jax.Array) or is_abstract)
+    assert restored.dtype == (jnp.bfloat16 if is_abstract else np.float32)
     np.testing.assert_array_equal(np.asarray(restored, np.float32), whole)
 
 
@@ -150,14 +160,6 @@ def test_arrays_beside_those_of_several_processes(tmp_path: Path) -> None:
     restored = checkpoints.restore_checkpoint(tmp_path, {name: jnp.zeros(3) for name in tree})
     assert restored["b"].tolist() == [1, 2, 3]
     assert [isinstance(value, jax.Array) for value in restored.values()] == [False, True, False]
-
-
-@pytest.mark.parametrize("target", [None, np.zeros((8, 4)), jnp.zeros((8, 4))], ids=["no target", "numpy", "jax"])
-def test_one_array_of_several_processes(target: Any) -> None:
-    """A single such array as the whole tree restores, which Flax itself cannot."""
-    restored = checkpoints.restore_checkpoint(GDA / "two_processes_leaf", target)
-    assert isinstance(restored, jax.Array) == isinstance(target, jax.Array)
-    np.testing.assert_array_equal(np.asarray(restored), gda_values("two_processes_leaf"), strict=True)
 
 
 @pytest.mark.parametrize("is_abstract", [True, False])

@@ -289,7 +289,7 @@ DEVICES = """
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     value = np.arange(64, dtype=np.float32).reshape(16, 4)
     layers = {f"layer_{n}": {"w": jax.device_put(value + n, NamedSharding(mesh, P("x")))} for n in range(4)}
-    path = save(sys.argv[1], {**layers, "odd": np.ones(3, np.float32)}, format="orbax")
+    path = save(sys.argv[1], {**layers, "odd": np.ones(3, np.float32)}, format=sys.argv[2])
 
     def leaf(shape, *spec, dtype=np.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -314,6 +314,7 @@ DEVICES = """
     for function in (lambda x: x * 2, lambda x: np.asarray(x) * 2, lambda x: jnp.asarray(np.asarray(x)) * 2):
         check({"new": leaf((16, 4), "x", "y")}, {"new": Transform("layer_1/w", value_fn=function)},
               {"new": (value + 1) * 2})
+    check({"new": leaf((4,), "x")}, {"new": Transform("layer_0/w", value_fn=lambda x: x[0])}, {"new": value[0]})
     for function in (lambda x: x[:8], lambda x: jnp.asarray(x)[:8], lambda x: np.asarray(x)[:8]):
         check({"new": leaf((8, 4), "x", "y")}, {"new": Transform("layer_1/w", value_fn=function)},
               {"new": (value + 1)[:8]})
@@ -334,9 +335,9 @@ DEVICES = """
 """
 
 
-def test_shardings_of_the_target(tmp_path: Path) -> None:
+def test_shardings_of_the_target(format: str, tmp_path: Path) -> None:
     """On eight devices, renamed and computed leaves get the target's sharding; what it cannot hold is a named error."""
-    assert run_python(DEVICES, tmp_path / "x", **devices(8))[0] == "done\n"
+    assert run_python(DEVICES, tmp_path / "x", format, **devices(8))[0] == "done\n"
 
 
 @pytest.mark.parametrize("by_step", [False, True])

@@ -26,7 +26,6 @@ from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
-from flax_ckpt_compat.transforms import Transform
 from tests.support.disks import counted
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
@@ -465,17 +464,6 @@ def typed_keys_under_a_guard(folder: Path) -> None:
             ]
         assert all(bits(key) == bits(keys) for key in restored)
         assert restored[1].sharding.is_equivalent_to(spread.sharding, 1)
-
-
-@case
-def inputs_of_another_shape(folder: Path) -> None:
-    """What a function gets is not split as its result is, which has another shape."""
-    spread = NamedSharding(mesh(), P("x"))
-    given = {"new": Transform("old", value_fn=lambda value: value[0])}
-    for path in both_formats(folder, {"old": np.arange(24, dtype=np.float32).reshape(3, 8)}):
-        target = {"new": jax.device_put(np.zeros(8, np.float32), spread)}
-        restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=given)["new"]
-        assert restored.tolist() == list(range(8)) and restored.sharding == spread
 
 
 @case
