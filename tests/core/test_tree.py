@@ -8,7 +8,8 @@ import pytest
 
 from flax_ckpt_compat._core.errors import NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Container, from_leaves, iter_leaves, show_path, topmost
-from tests.support.interpreters import devices, run_python
+from tests.support.interpreters import devices
+from tests.support.saves import run_saving
 
 LIKE = Branch(
     {
@@ -65,34 +66,24 @@ def test_paths_are_shown_so_that_no_two_look_alike() -> None:
     assert show_path(()) == "<root>" and show_path(("a", "b", "0")) == "a/b/0"
 
 
-def test_trees_of_numpy_arrays_do_not_start_jax() -> None:
-    """A program that only moves checkpoints around must not take the memory of a GPU."""
-    code = """
-import sys, tempfile
-import numpy as np
-from flax_ckpt_compat import checkpoints, config
-import flax
+MOVING = """
 from jax._src import xla_bridge
-for orbax in (False, True):
-    flax.config.update("flax_use_orbax_checkpointing", orbax)
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoints.save_checkpoint(directory, {"a": np.ones(3)}, 0)
-        restored = checkpoints.restore_checkpoint(directory, {"a": np.zeros(3)})
-        assert restored["a"].tolist() == [1, 1, 1]
-        assert not xla_bridge.backends_are_initialized(), f"a backend was started, orbax={orbax}"
+checkpoints.save_checkpoint(folder, {"a": np.ones(3)}, 0)
+assert checkpoints.restore_checkpoint(folder, {"a": np.zeros(3)})["a"].tolist() == [1, 1, 1]
+assert not xla_bridge.backends_are_initialized()
 """
-    run_python(code, PYTHONWARNINGS="ignore")
+
+
+def test_trees_of_numpy_arrays_do_not_start_jax(flag: bool, tmp_path: Path) -> None:
+    """A program that only moves checkpoints around must not take the memory of a GPU."""
+    run_saving(MOVING, tmp_path, flag)
 
 
 MIXED_UP = """
-import sys, threading
-import flax, jax, numpy as np
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from flax_ckpt_compat import checkpoints
-
 sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
 values = np.arange(16.0, dtype=np.float32)
-
 
 def listed_by_two_threads():
     array, both = jax.device_put(values, sharding), threading.Barrier(2)
@@ -103,28 +94,23 @@ def listed_by_two_threads():
         thread.join()
     return array
 
-
 def is_mixed_up(array):
     return any(array.addressable_data(at).devices() != {device} for at, device in enumerate(jax.devices()))
-
 
 sys.setswitchinterval(1e-6)
 made = (listed_by_two_threads() for _ in range(300))
 mixed_up = next(filter(is_mixed_up, made), None)  # None if this jax has locks
 sys.setswitchinterval(0.005)
-for orbax in (False, True):
-    flax.config.update("flax_use_orbax_checkpointing", orbax)
-    for step, array in enumerate([mixed_up, jax.device_put(values, sharding), mixed_up]):
-        for manager in (None, checkpoints.AsyncManager()):
-            if array is not None:
-                folder = f"{sys.argv[1]}/{orbax}{step}{manager is None}"
-                checkpoints.save_checkpoint(folder, {"a": array}, 1, async_manager=manager)
-                if manager is not None:
-                    manager.wait_previous_save()
-                np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None)["a"], values)
+for step, array in enumerate([mixed_up, jax.device_put(values, sharding), mixed_up]):
+    for manager in (None, checkpoints.AsyncManager()) if array is not None else ():
+        place = f"{folder}/{step}{manager is None}"
+        checkpoints.save_checkpoint(place, {"a": array}, 1, async_manager=manager)
+        if manager is not None:
+            manager.wait_previous_save()
+        np.testing.assert_array_equal(checkpoints.restore_checkpoint(place, None)["a"], values)
 """
 
 
-def test_an_array_whose_shards_two_threads_listed_at_once(tmp_path: Path) -> None:
+def test_an_array_whose_shards_two_threads_listed_at_once(flag: bool, tmp_path: Path) -> None:
     """jax then has some shards twice, at other places; each is saved where it belongs, and so are the next arrays."""
-    run_python(MIXED_UP, tmp_path, **devices(8))
+    run_saving(MIXED_UP, tmp_path, flag, **devices(8))

@@ -15,7 +15,7 @@ import pytest
 from flax_ckpt_compat.orbax_backend import ocdbt_writer
 
 import flax_ckpt_compat as fcc
-from tests.support.interpreters import run_python
+from tests.support.saves import run_saving
 
 MIB = 1 << 20
 
@@ -52,9 +52,6 @@ def test_a_full_disk_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 HUNG = """
-import os, signal, sys, threading
-import numpy as np
-from flax_ckpt_compat import save
 def expire(*_):
     raise TimeoutError("the program's own limit")
 ended, writev = threading.Event(), os.writev
@@ -65,7 +62,7 @@ os.writev = hang
 signal.signal(signal.SIGALRM, expire)
 signal.setitimer(signal.ITIMER_REAL, 0.5)
 try:
-    save(sys.argv[1] + "/c", {str(n): np.zeros(2 << 20) for n in range(3)}, format="orbax")  # in several threads
+    checkpoints.save_checkpoint(folder, {str(n): np.zeros(2 << 20) for n in range(3)}, 1)  # in several threads
 except TimeoutError as error:
     print(error)
 ended.set()
@@ -74,5 +71,5 @@ ended.set()
 
 def test_a_program_limits_the_time_of_a_save(tmp_path: Path) -> None:
     """By a signal handler that raises TimeoutError, as Python's own waits do: a save that hangs is left by it."""
-    out, _ = run_python(HUNG, tmp_path, timeout=20)
+    out, _ = run_saving(HUNG, tmp_path, True, timeout=20)
     assert out == "the program's own limit\n"
