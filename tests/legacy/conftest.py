@@ -54,12 +54,6 @@ def save(scratch: Callable[[], Path]) -> Callable[[Any], Path]:
 
 
 @pytest.fixture(scope="session")
-def load() -> Callable[[Path], Any]:
-    """Reads a file back as plain dicts and lists."""
-    return restore
-
-
-@pytest.fixture(scope="session")
 def load_bytes(scratch: Callable[[], Path]) -> Callable[[bytes], Any]:
     """Reads a document back as plain dicts and lists."""
 

@@ -342,10 +342,10 @@ def test_documents_of_flax(load_bytes, node, is_own):
     assert fingerprint(load_bytes(document)) == fingerprint(expected)
 
 
-def test_longdouble(save, load):
+def test_longdouble(save):
     """Long doubles keep every digit, as arrays and as scalars; their padding is nobody's."""
     tree = {"a": np.ones(3, "g") / 3, "s": np.longdouble(2) / 3}
-    restored = load(save(tree))
+    restored = restore(save(tree))
     np.testing.assert_array_equal(restored["a"], tree["a"])
     assert type(restored["s"]) is np.longdouble
     assert restored["s"] == tree["s"]
