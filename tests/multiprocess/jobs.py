@@ -354,17 +354,11 @@ MORE: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_alone(folder: str, orbax: bool, step: int, overwrite: bool = False) -> str:
-    """What scripts do that save from process 0 only."""
+def save_alone(folder: str, orbax: bool, step: int, overwrite: bool = False, spread: bool = False) -> str:
+    """What scripts do that save from process 0 only, also an array that this process sees a part of."""
     use(orbax)
-    tree = {"n": step, "v": np.full(3, step), "local": jnp.arange(4)}
+    tree = small(step) if spread else {"n": step, "v": np.full(3, step), "local": jnp.arange(4)}
     return checkpoints.save_checkpoint(folder, tree, step, overwrite=overwrite)
-
-
-def save_spread_alone(folder: str, orbax: bool) -> str:
-    """The same with an array that this process sees a part of."""
-    use(orbax)
-    return checkpoints.save_checkpoint(folder, small(1), 1)
 
 
 def save_without_a_temporary(folder: str, orbax: bool, step: int, failing: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,20 +40,17 @@ def test_given_managers_and_checkpointers(orbax: bool, tmp_path: Path, given: st
     assert team_of(2).call(real_jobs.save_given, str(tmp_path), orbax, given) == [wanted, wanted]
 
 
-def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path) -> None:
-    """An existing step is refused in both processes, and nothing changes."""
+@pytest.mark.parametrize(
+    ("save", "kind", "told"),
+    [
+        (real_jobs.refuse_given, "InvalidCheckpointError", "already exists"),
+        (real_jobs.fail_to_publish, "StorageError", "no renaming in this test"),
+    ],
+)
+def test_a_given_checkpointer_whose_save_fails(tmp_path: Path, save: Any, kind: str, told: str) -> None:
+    """Where a step exists, or is not published, both processes raise what process 0 does; the version before stays."""
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), True, 2)
-    for outcome in team.run(real_jobs.refuse_given, str(tmp_path)):
-        assert outcome.kinds[0] == "InvalidCheckpointError"
-        assert "already exists" in outcome.error
-    assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
-
-
-def test_an_async_checkpointer_whose_save_is_not_published(tmp_path: Path) -> None:
-    """Both processes raise the error of process 0; the version before stays."""
-    team = team_of(2)
-    team.call(jobs.save_small, str(tmp_path), True, 2)
-    for outcome in team.run(real_jobs.fail_to_publish, str(tmp_path)):
-        assert (outcome.kinds[0], outcome.error) == ("StorageError", "no renaming in this test")
+    for outcome in team.run(save, str(tmp_path)):
+        assert outcome.kinds[0] == kind and told in outcome.error
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]

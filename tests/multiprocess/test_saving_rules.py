@@ -102,7 +102,7 @@ def test_save_checkpoint_on_all_processes(orbax: bool, tmp_path: Path) -> None:
 
 def test_save_checkpoint_names_the_function_for_spread_arrays(orbax: bool, tmp_path: Path) -> None:
     """An array that this process sees only a part of is an error, which says what to call; nothing is written."""
-    outcome = team_of(2).run(jobs.save_spread_alone, str(tmp_path), orbax, only=[0], timeout=20)[0]
+    outcome = team_of(2).run(jobs.save_alone, str(tmp_path), orbax, 1, False, True, only=[0], timeout=20)[0]
     assert outcome.kinds[0] == "MPACheckpointingRequiredError"
     assert "save_checkpoint_multiprocess" in outcome.error
     assert "w is spread" in outcome.error
