@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,11 @@ def put(model: Module, items: list[tuple[str, Any]]) -> None:
         model.update(items)
 
 
+def replaced(holder: Module, names: Collection[str], items: Iterable[tuple[str, Any]]) -> None:
+    """Put others in the place of some children of a module, behind those that stay."""
+    put(holder, [*((name, child) for name, child in holder.items() if name not in names), *items])
+
+
 def rename_rows(model: Module, r: Any) -> None:
     """Numbered layers get another stem."""
     found = {m[1] for one in modules(model) for name in one if (m := re.fullmatch(r"(.*?)\d+", name)) and m[1] in _ROWS}
@@ -145,8 +150,7 @@ def unlist(model: Module, r: Any) -> None:
             return
     if rows:
         holder, stem, names = r.choice(rows)
-        rest = [(name, child) for name, child in holder.items() if name not in names]
-        put(holder, [*rest, (stem.rstrip("_"), {str(n): holder[name] for n, name in enumerate(names)})])
+        replaced(holder, names, [(stem.rstrip("_"), {str(n): holder[name] for n, name in enumerate(names)})])
 
 
 def from_one(model: Module, r: Any) -> None:
@@ -253,28 +257,30 @@ def factors(model: Module, r: Any) -> None:
         layer["right"] = np.full((2, columns), value, np.float32)
 
 
+def _renumbered(row: tuple[Module, str, list[str]], change: Callable[[list[Any]], Any]) -> None:
+    """Change the list of a row's layers, which are numbered on from the first one's number."""
+    holder, stem, names = row
+    layers = [holder[name] for name in names]
+    change(layers)
+    first = int(re.findall(r"\d+", names[0])[-1])
+    replaced(holder, names, [(f"{stem}{n}", layer) for n, layer in enumerate(layers, first)])
+
+
 def deeper(model: Module, r: Any) -> None:
     """A row gets another layer: the first one, the middle one or the last one; the later ones get other numbers."""
-    rows = numbered_rows(model)
-    if rows:
-        holder, stem, names = r.choice(rows)
-        layers = [holder[name] for name in names]
-        layers.insert(r.choice([0, len(layers) // 2, len(layers)]), fresh(copy.deepcopy(layers[-1])))
-        first = int(re.findall(r"\d+", names[0])[-1])
-        rest = [(name, child) for name, child in holder.items() if name not in names]
-        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+    if rows := numbered_rows(model):
+        _renumbered(
+            r.choice(rows),
+            lambda layers: layers.insert(
+                r.choice([0, len(layers) // 2, len(layers)]), fresh(copy.deepcopy(layers[-1]))
+            ),
+        )
 
 
 def shallower(model: Module, r: Any) -> None:
     """A row loses a layer."""
-    rows = [row for row in numbered_rows(model) if len(row[2]) > 2]
-    if rows:
-        holder, stem, names = r.choice(rows)
-        layers = [holder[name] for name in names]
-        del layers[r.randrange(len(layers))]
-        first = int(re.findall(r"\d+", names[0])[-1])
-        rest = [(name, child) for name, child in holder.items() if name not in names]
-        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+    if rows := [row for row in numbered_rows(model) if len(row[2]) > 2]:
+        _renumbered(r.choice(rows), lambda layers: layers.pop(r.randrange(len(layers))))
 
 
 def boxes(model: Module, r: Any) -> None:
@@ -334,9 +340,8 @@ def group(model: Module, r: Any) -> None:
     rows = [row for row in _rows(model) if len(row[2]) in (4, 6)]
     for holder, stem, names in rows[:1]:
         whole = stacked([holder[name] for name in names], 0)
-        rest = [(name, child) for name, child in holder.items() if name not in names]
         into = stem.rstrip("_") or "groups"
-        put(holder, [*rest, (into, mapped(lambda x: x.reshape(2, -1, *x.shape[1:]), whole))])
+        replaced(holder, names, [(into, mapped(lambda x: x.reshape(2, -1, *x.shape[1:]), whole))])
     if not rows and isinstance(model.get("layers"), dict):
         sizes = {np.shape(x)[0] for x in _leaves(model["layers"])}
         if sizes & {4, 6} and len(sizes) == 1:
@@ -352,8 +357,7 @@ def stack_row(model: Module, r: Any) -> None:
     rows = [row for row in _rows(model) if row[1]]
     if rows:
         holder, stem, names = r.choice(rows)
-        rest = [(name, child) for name, child in holder.items() if name not in names]
-        put(holder, [*rest, (stem.rstrip("_") + "s", stacked([holder[name] for name in names], 0))])
+        replaced(holder, names, [(stem.rstrip("_") + "s", stacked([holder[name] for name in names], 0))])
 
 
 def unstack(model: Module, r: Any) -> None:
@@ -364,10 +368,9 @@ def unstack(model: Module, r: Any) -> None:
             if name == "layers" and len(sizes) == 1 and not any(n.isdigit() for n in child) and len(_leaves(child)) > 2:
                 first, count = r.choice([0, 0, 1]), sizes.pop()[0]
                 layers = [mapped(lambda x, n=n: x[n], child) for n in range(count)]
-                rest = [(n, c) for n, c in one.items() if n != name]
                 as_list = r.random() < 0.4
                 row = {str(n) if as_list else f"layer_{n + first}": layer for n, layer in enumerate(layers)}
-                put(one, [*rest, *([(name, row)] if as_list else row.items())])
+                replaced(one, [name], [(name, row)] if as_list else row.items())
                 return
 
 
@@ -378,23 +381,24 @@ def untie(model: Module, r: Any) -> None:
         model["untied_logits"] = {"kernel": np.full(tables[0].shape[::-1], np.inf, np.float32)}
 
 
+def _of_one_name(model: Module, r: Any, suits: Callable[[Module], bool]) -> list[tuple[Module, str]]:
+    """All layers of a name that one that suits has: the modules that hold them, and the name."""
+    names = sorted({n for one in modules(model) for n, c in one.items() if is_layer(c) and suits(c)})
+    name = r.choice(names) if names else ""
+    return [(one, name) for one in modules(model) if is_layer(one.get(name))]
+
+
 def no_bias(model: Module, r: Any) -> None:
     """Layers of one name lose their bias."""
-    names = sorted(
-        {n for one in modules(model) for n, c in one.items() if is_layer(c) and {"kernel", "bias"} <= c.keys()}
-    )
-    name = r.choice(names) if names else ""
-    for one in modules(model):
-        if is_layer(one.get(name)) and len(one[name]) > 1:
+    for one, name in _of_one_name(model, r, lambda layer: {"kernel", "bias"} <= layer.keys()):
+        if len(one[name]) > 1:
             one[name].pop("bias", None)
 
 
 def more_bias(model: Module, r: Any) -> None:
     """Layers of one name get a bias."""
-    names = sorted({n for one in modules(model) for n, c in one.items() if is_layer(c) and c.keys() == {"kernel"}})
-    name = r.choice(names) if names else ""
-    for one in modules(model):
-        if is_layer(one.get(name)) and one[name].keys() == {"kernel"}:
+    for one, name in _of_one_name(model, r, lambda layer: layer.keys() == {"kernel"}):
+        if one[name].keys() == {"kernel"}:
             one[name]["bias"] = np.full(one[name]["kernel"].shape[-1:], np.nan, np.float32)
 
 
@@ -407,11 +411,9 @@ def rms(model: Module, r: Any) -> None:
 
 def lora(model: Module, r: Any) -> None:
     """Low-rank updates beside the kernels of one name, or around them."""
-    names = sorted({n for one in modules(model) for n, c in one.items() if is_layer(c) and "kernel" in c})
-    name, around = (r.choice(names) if names else ""), r.random() < 0.5
-    for one in list(modules(model)):
-        layer = one.get(name)
-        if is_layer(layer) and "kernel" in layer:
+    layers, around = _of_one_name(model, r, lambda layer: "kernel" in layer), r.random() < 0.5
+    for one, name in layers:
+        if "kernel" in (layer := one[name]):
             kernel = layer["kernel"]
             new = {"lora_a": np.full((kernel.shape[0], 2), np.nan, np.float32),
                    "lora_b": np.full((2, kernel.shape[-1]), np.nan, np.float32)}  # fmt: skip
@@ -426,7 +428,7 @@ def key_value(model: Module, r: Any) -> None:
             if all(map(is_layer, layers)) and mapped(np.shape, layers[0]) == mapped(np.shape, layers[1]):
                 whole = stacked(layers, 0)
                 into = "kv" if names[0] != "wi_0" else "wi"
-                put(one, [*((n, c) for n, c in one.items() if n not in names), (into, whole)])
+                replaced(one, names, [(into, whole)])
 
 
 def dense_of_conv(model: Module, r: Any) -> None:
@@ -446,14 +448,10 @@ def merge_heads(model: Module, r: Any) -> None:
         if {"query", "key", "value"} <= one.keys() and all(is_layer(one[n]) for n in ("query", "key", "value")):
             for name in [n for n in ("query", "key", "value", "out") if is_layer(one.get(n))]:
                 kernel = one[name]["kernel"]
-                if kernel.ndim == 3:
-                    kernel = (
-                        kernel.reshape(-1, kernel.shape[-1]) if name == "out" else kernel.reshape(kernel.shape[0], -1)
-                    )
-                else:
-                    kernel = (
-                        kernel.reshape(2, -1, kernel.shape[1]) if name == "out" else kernel.reshape(len(kernel), 2, -1)
-                    )
+                heads = (-1,) if kernel.ndim == 3 else (2, -1)
+                kernel = (
+                    kernel.reshape(*heads, kernel.shape[-1]) if name == "out" else kernel.reshape(len(kernel), *heads)
+                )
                 bias = {} if "bias" not in one[name] else {"bias": one[name]["bias"]}
                 if bias and name != "out":
                     bias["bias"] = bias["bias"].reshape(kernel.shape[1:])
