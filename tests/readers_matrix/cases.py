@@ -89,16 +89,16 @@ def save(folder: Path, tree: Any) -> None:
     checkpoints.save_checkpoint_multiprocess(folder / "orbax-default", tree, 1)
 
 
-def described(tree: Any, path: str = "") -> dict[str, Any]:
-    """State-dict path → value, as JSON; an array with its partition spec, if it has one."""
+def described(tree: Any) -> Any:
+    """The tree as JSON, of a leaf ``{"leaf": …}``: its value, or that of an array with its partition spec, if any."""
     if isinstance(tree, list | tuple):
-        tree = {str(index): child for index, child in enumerate(tree)}
+        return [described(child) for child in tree]
     if isinstance(tree, dict) and tree:
-        return {key: one for name, child in tree.items() for key, one in described(child, f"{path}/{name}").items()}
+        return {name: described(child) for name, child in tree.items()}
     if not hasattr(tree, "dtype"):
-        return {path[1:]: {"value": tree}}
+        return {"leaf": {"value": tree}}
     array = np.asarray(tree)
     found = {"dtype": array.dtype.name, "shape": array.shape, "data": base64.b64encode(array.tobytes()).decode()}
     sharding = getattr(tree, "sharding", None)
     spec = list(sharding.spec) if isinstance(sharding, NamedSharding) else None
-    return {path[1:]: {**found, "spec": spec, "jax": sharding is not None}}
+    return {"leaf": {**found, "spec": spec, "jax": sharding is not None}}

@@ -22,12 +22,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 STEP = "checkpoint_1"
 
 
+class Leaf(dict):
+    """What is known of a saved leaf; for jax, which takes subclasses for leaves, no container."""
+
+
 def main(root):
     """Restore every case in every way, each in a process of its own: what one reader registers changes the next."""
     for case in sorted(os.listdir(root)):
         folder = os.path.join(root, case)
         with open(os.path.join(folder, "expected.json")) as file:
-            expected = json.load(file)
+            expected = json.load(file, object_hook=lambda found: Leaf(found["leaf"]) if "leaf" in found else found)
         for way in ways(folder, None):
             child = os.fork()  # jax has started no threads yet
             if not child:
@@ -39,8 +43,8 @@ def main(root):
 
 def report(case, folder, way, expected):
     """Restore a case in one way, without and with a target, and print the result."""
-    target = nested({path: target_leaf(one) for path, one in expected.items()})
-    problems = [attempt(restore, expected) for restore in ways(folder, target)[way]]
+    target = jax.tree_util.tree_map(target_leaf, expected)
+    problems = [attempt(restore, flattened(expected)) for restore in ways(folder, target)[way]]
     # A reader that needs a target, or its arguments, reads the file too.
     print(json.dumps([case, way, min(problems, key=bool) and problems[-1]]), flush=True)
 
@@ -115,7 +119,7 @@ def flattened(tree, path=""):
     """Return state-dict path → leaf."""
     if isinstance(tree, (list, tuple)):
         tree = {str(index): child for index, child in enumerate(tree)}
-    if isinstance(tree, dict) and tree:
+    if isinstance(tree, dict) and tree and not isinstance(tree, Leaf):
         return {key: one for name in tree for key, one in flattened(tree[name], path + "/" + str(name)).items()}
     return {path[1:]: tree}
 
@@ -147,26 +151,6 @@ def target_leaf(one):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     spec = [tuple(axis) if isinstance(axis, list) else axis for axis in one["spec"]]
     return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def nested(leaves):
-    """Return the tree of state-dict paths; numbers are indices of lists."""
-    tree = {}
-    for path, leaf in leaves.items():
-        *above, last = path.split("/")
-        node = tree
-        for name in above:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return as_lists(tree)
-
-
-def as_lists(node):
-    """Return a tree with lists where all names are numbers."""
-    if not isinstance(node, dict) or not node:
-        return node
-    children = {name: as_lists(child) for name, child in node.items()}
-    return list(children.values()) if all(name.isdigit() for name in children) else children
 
 
 if __name__ == "__main__":
