@@ -147,11 +147,17 @@ def test_a_file_that_goes_between_two_looks(shelf: AnyBucket, monkeypatch: pytes
 
 
 def test_a_file_in_the_place_of_the_folder_stays(shelf: AnyBucket, flag: bool) -> None:
-    """As on a disk: a folder of checkpoints cannot be where a file of the user is."""
+    """As on a disk: no folder of checkpoints can be where it is, and no checkpoint with it within is replaced."""
     shelf.put("exp/notes.txt", b"mine")
     with pytest.raises(errors.StorageError):
         checkpoints.save_checkpoint(f"{shelf.url}/exp/notes.txt", TREE, 1)
     assert shelf.get("exp/notes.txt") == b"mine"
+    with pytest.raises(errors.StorageError, match="an orbax_checkpointer cannot save to an object store"):
+        checkpoints.save_checkpoint(shelf.url, TREE, 1, orbax_checkpointer=ocp.PyTreeCheckpointer())
+    flax_ckpt_compat.save(f"{shelf.url}/it", TREE, format="orbax")
+    shelf.put("it/notes.txt", b"mine")
+    with pytest.raises(errors.InvalidCheckpointError, match=r"it holds notes\.txt besides a checkpoint"):
+        flax_ckpt_compat.save(f"{shelf.url}/it", TREE, overwrite=True)
 
 
 @pytest.mark.slow
