@@ -4,6 +4,7 @@ import ctypes
 import datetime
 import os
 import platform
+import subprocess
 import sys
 
 # Linux 6.5 and newer have cachestat(2) under this number on every architecture.
@@ -56,25 +57,9 @@ def _pages(path: str) -> _Pages | None:
 
 
 def file_system(path: str) -> str:
-    """Type of the file system that a path is on, or ``unknown``."""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8") as file:
-            mounts = [line.split()[1:3] for line in file]
-    except OSError:
-        return "unknown"
-    path = os.path.realpath(path)
-    # Of mounts on the same place the last one counts.
-    found = max(
-        (len(point), order, kind)
-        for order, (point, kind) in enumerate(mounts)
-        if os.path.commonpath((path, point)) == point
-    )
-    return found[2]
-
-
-def memory_gib() -> float:
-    """Physical memory in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    """Type of the file system that a path is on, or ``unknown`` where `df` cannot say."""
+    said = subprocess.run(["df", "--output=fstype", path], capture_output=True, text=True, check=False).stdout
+    return (said.split() or ["unknown"])[-1]
 
 
 def machine_facts(workdir: str) -> dict[str, str]:
@@ -85,7 +70,7 @@ def machine_facts(workdir: str) -> dict[str, str]:
     return {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "CPUs": f"{os.cpu_count()} ({platform.machine()})",
-        "memory": f"{memory_gib():.0f} GiB",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "file system": file_system(workdir),
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "Python": platform.python_version(),

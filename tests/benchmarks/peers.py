@@ -1,6 +1,7 @@
 """The peers that are not `flax.training.checkpoints`: Orbax's own interfaces."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -54,19 +55,15 @@ def _restore_standard(path: str, target: Any) -> Any:
         return checkpointer.restore(path, target)
 
 
-class _KeptCheckpointer:
-    """One AsyncCheckpointer for all saves, as a training keeps it, so that no save pays for making it."""
+@functools.cache
+def _kept() -> ocp.AsyncCheckpointer:
+    """One for all saves, as a training keeps it, so that no save pays for making it."""
+    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
 
-    def __init__(self) -> None:
-        self._made: ocp.AsyncCheckpointer | None = None
 
-    def begin(self, path: str, tree: Any) -> Callable[[], Any]:
-        self._made = self._made or ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-        self._made.save(path, args=ocp.args.PyTreeSave(tree))
-        return self._made.wait_until_finished
-
-    def save(self, path: str, tree: Any) -> None:
-        self.begin(path, tree)()
+def _begin_pytree(path: str, tree: Any) -> Callable[[], Any]:
+    _kept().save(path, args=ocp.args.PyTreeSave(tree))
+    return _kept().wait_until_finished
 
 
 def _begin_v1(path: str, tree: Any) -> Callable[[], Any]:
@@ -74,10 +71,9 @@ def _begin_v1(path: str, tree: Any) -> Callable[[], Any]:
     return lambda: response.result()
 
 
-_async = _KeptCheckpointer()
 PYTREE = Peer("orbax PyTreeCheckpointer", lambda path, tree: ocp.PyTreeCheckpointer().save(path, tree), _restore_pytree)
 STANDARD = Peer("orbax StandardCheckpointer", _save_standard, _restore_standard)
-ASYNC = Peer("orbax AsyncCheckpointer", _async.save, _restore_pytree, _async.begin)
+ASYNC = Peer("orbax AsyncCheckpointer", lambda path, tree: _begin_pytree(path, tree)(), _restore_pytree, _begin_pytree)
 # Earlier releases of v1 have other names for these.
 _HAS_V1 = ocp_v1 is not None and hasattr(ocp_v1, "save") and hasattr(ocp_v1, "load")
 V1 = (Peer("orbax v1", ocp_v1.save, ocp_v1.load, _begin_v1),) if _HAS_V1 else ()

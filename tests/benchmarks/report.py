@@ -127,7 +127,9 @@ def losses_table(losses: list[Entry], workload: Entry) -> Table:
     orbax = [statistics.median(one["lost"]) for one in losses if one["system"] in {peers.ASYNC.name, *_V1}]
     allowed, rows = _BLOCKED_GOAL * max(1.0, workload["nbytes"] / 0.5e9), []
     for one in losses:
-        measured = [text for name in ("blocked", "lost") for text in (_fixed(one[name]), _spread_of(one[name]))]
+        measured = []
+        for seconds in (one["blocked"], one["lost"]):
+            measured += [f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f} to {max(seconds):.3f}"]
         ratio = min(orbax) / max(statistics.median(one["lost"]), 1e-3)
         is_met = ratio >= _LOST_GOAL and statistics.median(one["blocked"]) <= allowed
         is_ours = one["system"] in {system.name for system in OURS}
@@ -145,14 +147,6 @@ def _synced(dirty: int | None) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.2g}" if value < 0.01 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
-def _fixed(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.3f}"
-
-
-def _spread_of(seconds: list[float]) -> str:
-    return f"{min(seconds):.3f} to {max(seconds):.3f}"
 
 
 def page(results: Results) -> str:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -78,29 +78,16 @@ class Program:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return all that it prints once it has ended; kill it where that takes too long."""
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            self.kill()
-
-        told: list[str] = []
-        threads = [threading.Thread(target=lambda: told.append(self.stderr.read()))]
-        if timeout is not None:
-            threads.append(threading.Timer(timeout, give_up))
         with suppress(BrokenPipeError):
             self.stdin.close()
-        for thread in threads:
-            thread.start()
-        printed = self.stdout.read()
-        threads[0].join()
-        self.wait()
-        for timer in threads[1:]:
-            timer.cancel()  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(2) as pool:
+            texts = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            finally:
+                self.kill()
         self.close()
-        if late.is_set():
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0, printed, told[0])
-        return printed, told[0]
+        return texts[0].result(), texts[1].result()
 
     def send_signal(self, number: int) -> None:
         """Send it a signal unless it has ended."""

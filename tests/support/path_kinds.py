@@ -223,9 +223,14 @@ def _copy(source: Path, target: Path) -> None:
 # What real writers write: each at the path that it is given.
 
 
+def _by(handler: Any, path: Path, args: Any) -> None:
+    """What a handler writes alone."""
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=args)
+
+
 def _orbax(path: Path, tree: Any = TREE, **options: Any) -> None:
-    with ocp.Checkpointer(pytree_handler(**options)) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    _by(pytree_handler(**options), path, ocp.args.PyTreeSave(tree))
 
 
 def _on_device(tree: Any) -> Any:
@@ -257,8 +262,7 @@ def _old_numbered_items(path: Path) -> None:
 def _json_by_its_own_checkpointer(path: Path) -> None:
     """Items that were each saved by a checkpointer of its own: each has its ``_CHECKPOINT_METADATA``."""
     path.mkdir()
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        checkpointer.save(path / "metadata", args=ocp.args.JsonSave(NOTES))
+    _by(ocp.JsonCheckpointHandler(), path / "metadata", ocp.args.JsonSave(NOTES))
     _orbax(path / "state")
 
 
@@ -362,11 +366,6 @@ def _gda(path: Path, name: str) -> None:
     (file,) = (one for one in (GDA / name).glob("checkpoint_*") if one.is_file())
     shutil.copy(file, path)
     shutil.copytree(file.with_name(file.name + "_gda"), path.with_name("it_gda"))
-
-
-def _gda_without(path: Path, name: str) -> None:
-    _gda(path, name)
-    path.unlink()
 
 
 # What others write.
@@ -508,7 +507,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "orbax, by us": lambda path: flax_ckpt_compat.save(path, TREE, format="orbax"),
     "gda": lambda path: _gda(path, "two_processes_tree"),
     "gda, one array": lambda path: _gda(path, "two_processes_leaf"),
-    "gda without file": lambda path: _gda_without(path, "two_processes_tree"),
+    "gda without file": lambda path: (_gda(path, "two_processes_tree"), path.unlink()),
     "orbax": _orbax,
     "orbax, small": lambda path: _orbax(path, SMALL),
     "orbax, jax arrays": lambda path: _orbax(path, _on_device(TREE)),
@@ -520,7 +519,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "bare array, zarr3": lambda path: _orbax(path, PARAMS["w"], use_ocdbt=False, use_zarr3=True),
     "bare number": lambda path: _orbax(path, 6, use_ocdbt=False),
     "bare number, zarr3": lambda path: _orbax(path, 6, use_ocdbt=False, use_zarr3=True),
-    "standard": lambda path: _standard(path),
+    "standard": lambda path: _by(ocp.StandardCheckpointHandler(), path, ocp.args.StandardSave(_on_device(TREE))),
     "manager": lambda path: _manager(path, 5, default=ocp.args.PyTreeSave(OLDER)),
     "manager, one item": lambda path: _manager(path, default=ocp.args.PyTreeSave(TREE)),
     "manager, items": lambda path: _manager(path, params=ocp.args.PyTreeSave(EMA), state=ocp.args.PyTreeSave(TREE)),
@@ -534,10 +533,10 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "manager, old, net_1 and net_2": _old_numbered_items,
     "manager, custom item": lambda path: _manager(path, state=ocp.args.PyTreeSave(TREE), vocabulary=_Words("of mine")),
     "manager, custom item alone": lambda path: _manager(path, vocabulary=_Words("of mine")),
-    "custom": lambda path: _custom(path),
+    "custom": lambda path: _by(_WordsHandler(), path, _Words("of mine")),
     "manager, an item of its own": _item_by_its_own_checkpointer,
     "JSON of its own": _json_by_its_own_checkpointer,
-    "JSON alone": lambda path: _json_alone(path),
+    "JSON alone": lambda path: _by(ocp.JsonCheckpointHandler(), path, ocp.args.JsonSave(NOTES)),
     "v1": lambda path: ocp_v1.save(path, TREE),
     "v1, items": lambda path: _v1_items(path, params=EMA, state=TREE),
     "v1, JSON": _v1_json,
@@ -553,21 +552,6 @@ BASES: dict[str, Callable[[Path], Any]] = {
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},
 }
-
-
-def _standard(path: Path) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, _on_device(TREE))
-
-
-def _custom(path: Path) -> None:
-    with ocp.Checkpointer(_WordsHandler()) as checkpointer:
-        checkpointer.save(path, args=_Words("of mine"))
-
-
-def _json_alone(path: Path) -> None:
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, args=ocp.args.JsonSave(NOTES))
 
 
 def gda_values(name: str) -> Any:
