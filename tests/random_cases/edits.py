@@ -19,40 +19,28 @@ _NEUTRAL = ["alpha", "bravo", "delta", "juno", "kappa", "lumen", "orbit", "pixel
 _SYNONYMS = {
     "transformer": "decoder_stack", "wte": "token_embed", "wpe": "position_embed", "h": "blocks", "ln_f": "final_norm",
     "ln_1": "norm1", "ln_2": "norm2", "attn": "attention", "c_fc": "fc_in", "mlp": "feed_forward",
-    "MultiHeadDotProductAttention_1": "attention", "MlpBlock_3": "mlp", "LayerNorm_0": "pre_norm", "encoder_norm": "norm",  # noqa: E501
-    "Transformer": "encoder", "embedding": "patch_embed", "cls": "cls_token", "head": "classifier",
-    "token_embedder": "shared_embedding", "relpos_bias": "relative_position_bias", "pre_mlp_layer_norm": "mlp_norm",
-    "pre_attention_layer_norm": "attention_norm", "encoder_decoder_attention": "cross_attention", "wo": "w_out",
-    "logits_dense": "lm_head", "coarse_mlp": "coarse", "fine_mlp": "fine", "sigma": "density", "rgb": "color",
-    "temp": "temperature", "critic": "q_function", "wm": "world_model", "rssm": "dynamics", "rew": "reward", "enc": "encoder",  # noqa: E501
-    "dec": "decoder", "con": "continue_head", "se": "squeeze_excite", "stem_conv": "stem", "head_conv": "top_conv",
+    "MultiHeadDotProductAttention_1": "attention", "MlpBlock_3": "mlp", "LayerNorm_0": "pre_norm",
+    "encoder_norm": "norm", "Transformer": "encoder", "embedding": "patch_embed", "cls": "cls_token",
+    "head": "classifier", "token_embedder": "shared_embedding", "relpos_bias": "relative_position_bias",
+    "pre_mlp_layer_norm": "mlp_norm", "pre_attention_layer_norm": "attention_norm",
+    "encoder_decoder_attention": "cross_attention", "wo": "w_out", "logits_dense": "lm_head", "coarse_mlp": "coarse",
+    "fine_mlp": "fine", "sigma": "density", "rgb": "color", "temp": "temperature", "critic": "q_function",
+    "wm": "world_model", "rssm": "dynamics", "rew": "reward", "enc": "encoder", "dec": "decoder",
+    "con": "continue_head", "se": "squeeze_excite", "stem_conv": "stem", "head_conv": "top_conv",
     "expand_conv": "expansion", "project_conv": "projection", "self_attn": "SelfAttention_0", "fc1": "dense_in",
     "fc2": "dense_out", "embed_tokens": "token_embedding", "embed_positions": "position_embedding", "Embed_0": "embed",
     "Encoder_0": "trunk", "FeedForward_0": "mlp", "SelfAttention_0": "attn", "unembed": "to_logits", "final_ln": "ln_f",
-    "stem": "conv_stem", "pool_proj": "projection", "fc": "classifier", "embedder": "token_embedder",
-    "q_einsum": "query", "kv_einsum": "key_value", "attn_vec_einsum": "output", "gating_einsum": "gate_up", "linear": "down",  # noqa: E501
-    "pre_attention_norm": "norm_attn", "pre_ffw_norm": "norm_mlp", "multihead_attn": "cross_attn", "linear1": "mlp_in",
-    "linear2": "mlp_out", "class_head": "logits", "box_head": "bbox_mlp", "query_pos": "object_queries", "torso": "network",  # noqa: E501
-    "core": "lstm", "policy_logits": "policy_head", "baseline": "value_head", "latents": "latent_array", "cross": "cross_block",  # noqa: E501
-    "to_logits": "decoder_head", "quantize": "vector_quantizer", "prior": "gpt", "mid": "middle_block", "tok": "token_embed",  # noqa: E501
-    "wav2vec2": "speech_model", "feature_extractor": "conv_frontend", "feature_projection": "input_projection",
-    "att": "time_mixing", "ffn": "channel_mixing", "emb": "embedding", "ln_out": "output_norm", "receptance": "gate",
+    "stem": "conv_stem", "pool_proj": "projection", "fc": "classifier", "core": "lstm", "to_logits": "decoder_head",
 }  # fmt: skip
 # A part that goes, and one of another purpose that comes, of the same shapes.
 _OTHER = {
     "head": "mask_predictor", "classifier": "domain_classifier", "lm_head": "reward_head", "logits_dense": "value_head",
-    "rgb": "normals", "temp": "lagrange", "actor": "explorer", "rew": "cost", "con": "discount", "policy_logits": "options",  # noqa: E501
-    "baseline": "advantage", "class_head": "attribute_head", "query_pos": "anchors", "prior": "judge", "se": "gate_unit",  # noqa: E501
-    "unembed": "probe", "cls": "distill_token", "latents": "memory", "fine_mlp": "background_mlp",
-    "pool_proj": "audio_proj", "emb": "user_table", "wpe": "segment_embed", "embed_positions": "speaker_table",
+    "rgb": "normals", "temp": "lagrange", "actor": "explorer", "rew": "cost", "con": "discount", "se": "gate_unit",
+    "unembed": "probe", "cls": "distill_token", "fine_mlp": "background_mlp", "pool_proj": "audio_proj",
+    "wpe": "segment_embed", "embed_positions": "speaker_table",
 }  # fmt: skip
-_ROWS = {
-    "BottleneckBlock_": "block_", "layer_": "layers_", "layers_": "block_", "up_": "upsample_", "down_": "downsample_",
-    "down_blocks_": "down_", "up_blocks_": "up_", "resnets_": "res_", "processor_": "step_", "MixerBlock_": "blocks_",
-    "conv_": "Conv_", "deconv_": "ConvTranspose_", "block": "stage", "stage_": "blocks_", "coupling_": "flows_",
-    "lateral_": "in_", "Dense_": "fc", "table_": "embedding_",
-}  # fmt: skip
-_QKV = [("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("gate_proj", "up_proj")]
+_ROWS = {"layer_": "layers_", "layers_": "block_", "conv_": "Conv_", "Dense_": "fc"}
+_QKV = [("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q", "k", "v")]
 
 
 def modules(model: Module) -> Iterator[Module]:
@@ -169,14 +157,7 @@ def fuse(model: Module, r: Any) -> None:
         for names in _QKV:
             if all(name in one and is_layer(one[name]) for name in names):
                 whole = {n: np.concatenate([one[name][n] for name in names], -1) for n in one[names[0]]}
-                new = into if len(names) == 3 else "gate_up_proj"
-                put(one, [(new, whole), *((n, c) for n, c in one.items() if n not in names)])
-
-
-def _resized(array: np.ndarray, axis: int, size: int, value: float) -> np.ndarray:
-    shape = list(array.shape)
-    shape[axis] = size
-    return np.full(shape, value, np.float32)
+                put(one, [(into, whole), *((n, c) for n, c in one.items() if n not in names)])
 
 
 def vocabulary(model: Module, r: Any) -> None:
@@ -184,7 +165,8 @@ def vocabulary(model: Module, r: Any) -> None:
     tables = [layer for one in modules(model) for layer in one.values() if is_layer(layer) and "embedding" in layer]
     if tables := [table for table in tables if np.isfinite(table["embedding"]).all()]:
         table = r.choice(tables)
-        table["embedding"] = _resized(table["embedding"], 0, table["embedding"].shape[0] + 5, np.inf)
+        rows, *rest = table["embedding"].shape
+        table["embedding"] = np.full((rows + 5, *rest), np.inf, np.float32)
 
 
 def torch_names(model: Module, r: Any) -> None:

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 
 import flax_ckpt_compat
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves
 from flax_ckpt_compat._suggest import Suggestion, suggest
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own
+from flax_ckpt_compat._trees.leaf_sources import Own
 from tests.random_cases.edits import EDITS, Module, mapped
 from tests.random_cases.models import FAMILIES, Arrays
+from tests.support.stored import value_of
 from tests.support.suggest_cases import as_stored
 
 _STEP, _COUNT = np.int32(7), np.int32(5)
@@ -188,24 +188,11 @@ def mapped_numbers(tree: Any) -> Any:
     return jax.tree_util.tree_map(lambda x: x + np.float32(0.5) if np.ndim(x) else x, tree)
 
 
-def evaluated(leaf: Any, values: dict[Any, Any]) -> Any:
-    """The value of a leaf of a tree that rules have made."""
-    if isinstance(leaf, LeafHandle):
-        return values[leaf.path]
-    if isinstance(leaf, ArraySlice):
-        return values[leaf.handle.path][leaf.index]
-    if isinstance(leaf, Derived):
-        return leaf.function(*(evaluated(one, values) for one in leaf.inputs))
-    return None
-
-
 def judged(one: Case, stored: Node, target: Node, suggestion: Suggestion) -> tuple[bool, str]:
     """Whether all steps give each leaf its value; and a leaf that gets a wrong one by the rules that are not comments."""  # noqa: E501
-    values = {path: leaf for path, leaf in iter_leaves(state_dict.describe(one.old)) if leaf is not None}
-    wrong = ""
     outcomes = []
     for chosen in ([step.rule for step in suggestion.steps], suggestion.rules):
-        tree, bad, lacking = stored, "", False
+        tree, bad, is_whole = stored, "", True
         try:
             for rule in chosen:
                 tree = rule.apply(tree, target)
@@ -216,20 +203,17 @@ def judged(one: Case, stored: Node, target: Node, suggestion: Suggestion) -> tup
         for path, wanted in iter_leaves(state_dict.describe(one.new)):
             if isinstance(wanted, Branch) or wanted is None:
                 continue
-            if path not in got:
-                lacking = True
-                continue
-            is_own = got[path] is Own.KEEP_TARGET
-            if is_own:
-                if not np.isnan(wanted).all():
-                    bad = "/".join(path)
-                continue
-            found = np.asarray(evaluated(got[path], values))
-            if found.shape != np.shape(wanted):
-                lacking = True
-            elif not np.array_equal(found, wanted):
+            if got.get(path) is Own.KEEP_TARGET:
+                is_equal = np.isnan(wanted).all()
+            else:
+                found = np.asarray(value_of(got.get(path)))
+                is_equal = np.array_equal(found, wanted)
+                if path not in got or found.shape != np.shape(wanted):
+                    is_whole = False
+                    continue
+            if not is_equal:
                 bad = "/".join(path)
-        outcomes.append((not bad and not lacking, bad))
+        outcomes.append((not bad and is_whole, bad))
     (is_right, all_wrong), (_, wrong) = outcomes
     return is_right, all_wrong or wrong
 
