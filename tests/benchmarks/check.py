@@ -10,14 +10,12 @@ import dataclasses
 import functools
 import gc
 import itertools
-import logging
 import os
 import resource
 import shutil
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +32,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOption
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from tests.benchmarks import disk
 from tests.benchmarks.report import Table
-from tests.benchmarks.systems import FLAX, OURS, RAW, timed, timed_twice
+from tests.benchmarks.systems import FLAX, OURS, RAW, be_quiet, timed, timed_twice
 from tests.benchmarks.workloads import Tree, Workload, leaf_shapes
 from tests.support.disks import folder_on_disk
 from tests.support.layouts import assert_same
@@ -130,8 +128,7 @@ class Figure:
 
 def main() -> int:
     """Measures everything, prints it beside the limits, and says what is above."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    be_quiet()
     with tempfile.TemporaryDirectory() as workdir:
         figures = [*_counts(workdir), *_ratios(workdir), *_of_orbax(workdir)]
     rows = [
@@ -211,8 +208,7 @@ def _in_background(system: Any, workdir: str) -> Iterator[Figure]:
             system.module.save_checkpoint(folder, tree, 0, async_manager=manager)
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
             manager.wait_previous_save()
-            files = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
-            cached = [disk.cached(file) for file in files]
+            cached = [disk.cached(file) for file in disk.files_below(folder)]
     yield Figure(f"{system.name}, background save, its third: page faults a MiB", faults / (LARGE.nbytes / 2**20))
     with folder_on_disk(Path(workdir)) as suitable:
         if suitable == Path(workdir) and None not in cached:

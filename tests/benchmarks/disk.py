@@ -29,7 +29,7 @@ def unsynced(directory: str) -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    found = [_pages(path) for path in _files(directory)]
+    found = [_pages(path) for path in files_below(directory)]
     if None in found:
         return None
     return os.sysconf("SC_PAGE_SIZE") * sum(int(pages.dirty + pages.in_writeback) for pages in found if pages)
@@ -41,7 +41,8 @@ def cached(path: str) -> int | None:
     return None if pages is None else os.sysconf("SC_PAGE_SIZE") * int(pages.cached)
 
 
-def _files(directory: str) -> list[str]:
+def files_below(directory: str) -> list[str]:
+    """Paths of all files, at any depth."""
     return [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
 
 

@@ -149,14 +149,10 @@ class _Reserve:
         self._held = self._take()
 
     def _take(self) -> Any:
-        return np.ones(self._nbytes, np.uint8), _small_pages(_SMALL_PAGES_BYTES)
-
-
-def _small_pages(nbytes: int) -> Any:
-    """Memory in pages of the usual size, each touched."""
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    pages = np.frombuffer(memory, np.uint8)
-    pages[:: mmap.PAGESIZE] = 1
-    return pages
+        """Memory in large pages, and in pages of the usual size, each touched."""
+        memory = mmap.mmap(-1, _SMALL_PAGES_BYTES)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        pages = np.frombuffer(memory, np.uint8)
+        pages[:: mmap.PAGESIZE] = 1
+        return np.ones(self._nbytes, np.uint8), pages

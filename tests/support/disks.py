@@ -52,19 +52,16 @@ def counted() -> Iterator[Callable[[], int]]:
     """Count the bytes that ``os.preadv`` and ``os.pread`` give within the block."""
     real, total = (os.preadv, os.pread), 0
 
-    def preadv(*arguments: Any) -> int:
-        nonlocal total
-        count = real[0](*arguments)
-        total += count
-        return count
+    def counting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal total
+            given = read(*arguments)
+            total += given if isinstance(given, int) else len(given)
+            return given
 
-    def pread(*arguments: Any) -> bytes:
-        nonlocal total
-        data = real[1](*arguments)
-        total += len(data)
-        return data
+        return call
 
-    os.preadv, os.pread = preadv, pread
+    os.preadv, os.pread = map(counting, real)
     try:
         yield lambda: total
     finally:

@@ -72,13 +72,8 @@ def _load(module: Any, flag: bool, saved: Saved) -> Any:
         return module.restore_checkpoint(saved.path, None)
 
 
-def _load_pytree(saved: Saved) -> Any:
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(saved.item())
-
-
-def _load_standard(saved: Saved) -> Any:
-    with ocp.StandardCheckpointer() as checkpointer:
+def _load_by(kind: Callable[[], Any], saved: Saved) -> Any:
+    with kind() as checkpointer:
         return checkpointer.restore(saved.item())
 
 
@@ -101,8 +96,8 @@ def _load_v1(saved: Saved) -> Any:
 OURS = {"ours off": (checkpoints, False), "ours on": (checkpoints, True)}
 FLAX = {"flax off": (flax_checkpoints, False), "flax on": (flax_checkpoints, True)}
 ORBAX: dict[str, tuple[Callable[[Path, Any], Saved], Callable[[Saved], Any]]] = {
-    "PyTree": (_save_pytree, _load_pytree),
-    "Standard": (_save_standard, _load_standard),
+    "PyTree": (_save_pytree, functools.partial(_load_by, ocp.PyTreeCheckpointer)),
+    "Standard": (_save_standard, functools.partial(_load_by, ocp.StandardCheckpointer)),
     "Manager": (_save_manager, _load_manager),
     "v1": (_save_v1, _load_v1),
 }
