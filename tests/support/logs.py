@@ -7,21 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Collector(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
 def warnings_logged() -> Iterator[list[str]]:
     """The warnings that the library logs inside the block, as text."""
-    logger, collector = logging.getLogger("flax_ckpt_compat"), _Collector()
-    logger.addHandler(collector)
+    logger, handler, messages = logging.getLogger("flax_ckpt_compat"), logging.Handler(logging.WARNING), list[str]()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
     try:
-        yield collector.messages
+        yield messages
     finally:
-        logger.removeHandler(collector)
+        logger.removeHandler(handler)

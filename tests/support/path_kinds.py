@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -290,10 +289,6 @@ class _Words(ocp.args.CheckpointArgs):
     words: str = ""
 
 
-def _v1_items(path: Path, **items: Any) -> None:
-    ocp_v1.save_checkpointables(path, items)
-
-
 def _v1_json(path: Path) -> None:
     registry = ocp_v1.handlers.local_registry()
     registry.add(ocp_v1.handlers.JsonHandler, checkpointable_name="notes")
@@ -389,9 +384,8 @@ def _sqlite(path: Path) -> None:
 
 
 def _npy(path: Path) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, PARAMS["w"])
-    path.write_bytes(buffer.getvalue())
+    with path.open("wb") as file:
+        np.save(file, PARAMS["w"])
 
 
 def _npy_in_a_row(path: Path) -> None:
@@ -402,9 +396,8 @@ def _npy_in_a_row(path: Path) -> None:
 
 
 def _npz(path: Path) -> None:
-    buffer = io.BytesIO()
-    np.savez(buffer, w=PARAMS["w"])
-    path.write_bytes(buffer.getvalue())
+    with path.open("wb") as file:
+        np.savez(file, w=PARAMS["w"])
 
 
 def _several_objects(path: Path) -> None:
@@ -538,7 +531,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "JSON of its own": _json_by_its_own_checkpointer,
     "JSON alone": lambda path: _by(ocp.JsonCheckpointHandler(), path, ocp.args.JsonSave(NOTES)),
     "v1": lambda path: ocp_v1.save(path, TREE),
-    "v1, items": lambda path: _v1_items(path, params=EMA, state=TREE),
+    "v1, items": lambda path: ocp_v1.save_checkpointables(path, {"params": EMA, "state": TREE}),
     "v1, JSON": _v1_json,
     "v1 partial": _v1_partial,
     "jax array": lambda path: _jax_arrays(path, {"": PARAMS["w"]}),
@@ -662,10 +655,6 @@ def _put(path: Path, name: str, content: str = "") -> None:
         (path / name).write_text(content)
 
 
-def _rename(path: Path, old: str, new: str) -> None:
-    (path / old).rename(path / new)
-
-
 def _wrap(path: Path, name: str) -> None:
     """Move it one folder down."""
     aside = path.with_name("aside")
@@ -682,14 +671,10 @@ def _link(path: Path) -> None:
     path.symlink_to(elsewhere / path.name)
 
 
-def _copy_beside(path: Path, suffix: str) -> None:
-    _copy(path, path.with_name(path.name + suffix))
-
-
 CHANGES: dict[str, Callable[..., None]] = {
     "lose": _lose,
     "lose beside": lambda path, suffix: _remove(Path(f"{path}{suffix}")),
-    "copy beside": _copy_beside,
+    "copy beside": lambda path, suffix: _copy(path, path.with_name(path.name + suffix)),
     "only": _keep_only,
     "copied until": _copied_until,
     "pointer": _rewrite(lambda _: _POINTER),
@@ -701,7 +686,7 @@ CHANGES: dict[str, Callable[..., None]] = {
     "flip": _rewrite(lambda content: content[:-3] + bytes([content[-3] ^ 0xFF]) + content[-2:]),
     "garble": _rewrite(lambda content: b"\xc1" * len(content)),
     "put": _put,
-    "rename": _rename,
+    "rename": lambda path, old, new: (path / old).rename(path / new),
     "wrap": _wrap,
     "set aside": set_aside,
     "link": _link,
