@@ -174,7 +174,6 @@ def _state(params: Any) -> Any:
     return {"step": np.int32(3), "params": params, "opt_state": {"0": adam}}
 
 
-STACKING = r"rules.stack(r'layer_(\d+)', 'layers')"
 PORTS: dict[str, tuple[Any, Any, list[str]]] = {
     "from 1 to stack": (_state(FROM_1), _state(STACK), [r"rules.stack(r'layer_(\d+)', 'layers', first=1)"]),
     "stack to from 1": (_state(STACK), _state(FROM_1), ["rules.unstack('layers', 'layer_{}', first=1)"]),
