@@ -130,13 +130,16 @@ def random_time(
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         notes = f"{folder}/notes"
         end = time.monotonic() + 60
-        with forks.running(lambda: _save_for_ever(systems, save, folder, notes)):
+        with forks.running(lambda: _save_for_ever(systems, save, folder, notes)) as [writer]:
             while not _acknowledged(notes) and time.monotonic() < end:  # until it is under way
                 time.sleep(0.001)
             time.sleep(chance.random() * (0.2 if first.is_ours else 0.5))
+            has_ended = os.waitid(os.P_PID, writer, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         sure = _acknowledged(notes)
         states = Scenario("", tuple(map(save, range(1, sure + 2)))).states()
-        wrong = judged(first, f"{folder}/run", states[-2:], acknowledged=False) if sure else "blocked: the first save"
+        wrong = judged(first, f"{folder}/run", states[-2:], acknowledged=False)
+        if has_ended or not sure:
+            wrong = f"blocked: save {sure + 1} ended the writer"
     tally.add(wrong, f"random time {number}, after step {sure}")
 
 

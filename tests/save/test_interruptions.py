@@ -49,7 +49,7 @@ elif where == "pool":
     threading.Thread.start = preempted_before(threading.Thread.start)
 else:
     sys.meta_path.insert(0, Finder())
-signal.signal(signal.SIGTERM, lambda *_: save(folder + "/last", 7))
+signal.signal(signal.SIGTERM, lambda *_: (save(folder + "/last", 7), save(folder, 7)))
 save(folder, 8)
 assert preempted
 """

@@ -51,9 +51,12 @@ class Hub:
         return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
 
     def tree(self, folder: str) -> list[dict[str, Any]]:
-        """The files below a folder."""
+        """The files and folders below a folder, as the Hub lists them."""
         prefix = f"{folder}/" if folder else ""
-        return [self.entry(path) for path in sorted(self.files) if path.startswith(prefix)]
+        inside = [path for path in sorted(self.files) if path.startswith(prefix)]
+        above = {path[: end.start()] for path in inside for end in re.finditer("/", path) if end.start() >= len(prefix)}
+        folders = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": path} for path in sorted(above)]
+        return folders + [self.entry(path) for path in inside]
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
