@@ -46,6 +46,22 @@ def test_work_is_done_at_exit(tmp_path: Path) -> None:
     assert (out.strip(), err) == ("[1, 2, 3]\nOSError('the disk broke')", "")
 
 
+@pytest.mark.parametrize("started", [0, 2])
+def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller does what no thread has claimed, be it that none is refused and yet none begins."""
+
+    def start(*_: Any) -> int:
+        if not started:
+            raise RuntimeError("can't start new thread")
+        return 0
+
+    monkeypatch.setattr(thread_pools._thread, "start_new_thread", start)
+    assert in_parallel(abs, range(-5, 0), 3, in_runs=True) == [5, 4, 3, 2, 1]
+    assert thread_pools.run_apart(threading.get_ident) == threading.get_ident()
+    with Pool(2) as pool:
+        assert pool.submit(abs, -1).result() == 1
+
+
 @pytest.mark.parametrize(("fails", "error"), [("caller", OSError), ("helper", OSError), ("caller", KeyboardInterrupt)])
 def test_an_error_in_any_thread_is_raised(fails: str, error: type[BaseException]) -> None:
     """No more is started, and what runs is waited for: it must not go on in memory that somebody else gets next."""

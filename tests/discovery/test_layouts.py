@@ -95,6 +95,11 @@ SOURCES: dict[str, tuple[str, Any, Callable[[Path], object]]] = {
     "it-7": ("stream", EASYLM, lambda path: path.write_bytes(stream(EASYLM))),
     "one leaf": ("stream", ONE, lambda path: path.write_bytes(stream(ONE))),
     "a leaf under one name": ("stream", ONE, lambda path: path.write_bytes(msgpack.packb(("w", LEAF)))),
+    "a leaf under a word": (
+        "stream",
+        {"weights": ONE["w"]},
+        lambda path: path.write_bytes(msgpack.packb(("weights", LEAF))),
+    ),
 }
 
 

@@ -147,7 +147,7 @@ def _damaged(draw: Any) -> bytes:
         st.tuples(st.one_of(_DOCUMENTS, _damaged(), st.binary(min_size=1, max_size=60))),
     )
 )
-@settings(max_examples=examples(2200, 120), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@settings(max_examples=examples(4500, 120), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 def test_what_flax_reads(scratch: Callable[[], Path], drawn: tuple[bytes, Any] | tuple[bytes]) -> None:
     """All ways give what real Flax makes of a document, or the same one of our errors; every tree comes back."""
     document, *tree = drawn

@@ -172,5 +172,8 @@ def test_deep_tree(scratch):
     assert path.read_bytes() == msgpack.packb(plain)
     ((names, leaf),) = iter_leaves(BACKEND.open(location_of(path)).tree)
     assert (len(names), leaf.read()) == (format.MAX_DEPTH - 1, 7)
+    path.write_bytes(b"\x81\xa1a" * format.MAX_DEPTH + b"\x07")  # read to the last level
+    ((names, _),) = iter_leaves(BACKEND.open(location_of(path)).tree)
+    assert len(names) == format.MAX_DEPTH
     with pytest.raises(UnsupportedLeafError, match="deeper"):
         BACKEND.prepare(Branch({"a": branches}))

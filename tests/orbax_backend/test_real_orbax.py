@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from pathlib import Path
 from typing import Any
@@ -190,10 +191,14 @@ def test_metadata_files_are_those_of_real_orbax(tmp_path: Path) -> None:
 
 
 def test_leaves_are_in_the_order_of_jax() -> None:
-    """Which sorts keys that are ints as numbers."""
-    tree = {"d": {number: number for number in range(12)}, "a": {str(number): number for number in range(12)}}
+    """Which sorts keys that are ints as numbers, and keeps fields as they are declared."""
+    fields = collections.namedtuple("fields", "z a")(1, 2)
+    tree = {"d": {n: n for n in range(12)}, "a": {str(n): n for n in range(12)}, "b": fields}
     plan = make_plan(state_dict.describe(tree))
-    expected = [[str(key.key) for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    expected = [
+        [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
     assert [[name for name, _ in entry.keys] for entry in plan.entries] == expected
 
 

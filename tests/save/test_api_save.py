@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config, errors, restore, save
-from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._discovery.formats import backend_for
 from tests.support.profiles import examples
 from tests.support.saves import names, new_folder, tree, use_flag
 
@@ -192,22 +193,30 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str, step
         assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize("way", ["path", "step", "save_checkpoint"])
 def test_a_foreign_thing_that_comes_meanwhile_stays(
-    tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch
+    way: str, tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What appears at the path while a background save writes is not replaced, and the save says so."""
-    path, manager, real = tmp_path / "model", checkpoints.AsyncManager(), temporaries.temporary_path
+    path, manager, backend = tmp_path / "checkpoint_1", checkpoints.AsyncManager(), backend_for(Format(format))
+    real = backend.write
 
-    def meanwhile(at: str, role: str = "new") -> str:
-        path.mkdir(exist_ok=True)
-        (path / "mine.txt").write_text("mine")
-        return real(at, role)
+    def meanwhile(*args: Any) -> None:
+        real(*args)
+        path.mkdir()
+        (path / "config.json").write_text("{}")
 
-    monkeypatch.setattr(temporaries, "temporary_path", meanwhile)
-    save(path, tree(1), format=format, overwrite=True, async_manager=manager)
+    monkeypatch.setattr(backend, "write", meanwhile)
+    if way == "save_checkpoint":
+        with use_flag(format == "orbax"):
+            checkpoints.save_checkpoint(tmp_path, tree(1), 1, overwrite=True, async_manager=manager)
+    elif way == "step":
+        save(tmp_path, tree(1), step=1, format=format, overwrite=True, async_manager=manager)
+    else:
+        save(path, tree(1), format=format, overwrite=True, async_manager=manager)
     with pytest.raises(errors.InvalidCheckpointError):
         manager.wait_previous_save()
-    assert content(tmp_path) == {"model": False, "model/mine.txt": b"mine"}
+    assert content(tmp_path) == {"checkpoint_1": False, "checkpoint_1/config.json": b"{}"}
 
 
 operations = st.lists(
