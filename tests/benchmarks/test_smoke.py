@@ -14,6 +14,7 @@ from tests.benchmarks.rounds import Series
 from tests.benchmarks.systems import SAVE
 from tests.benchmarks.training_loop import Loss
 from tests.benchmarks.workloads import Workload, gpt2_shapes, workloads
+from tests.support import peers
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads(report.DATA.read_text(encoding="utf-8"))
@@ -85,7 +86,8 @@ def test_pages_show_the_results() -> None:
     readme = report.README.read_text(encoding="utf-8")
     assert report.as_text(RESULTS) == report.DATA.read_text(encoding="utf-8")
     assert readme == report.updated(readme, RESULTS)
-    assert report.PAGE.read_text(encoding="utf-8") == report.page(RESULTS)
+    if not isinstance(peers.ocp_v1, peers._Missing):  # the page has a row for each interface of the release
+        assert report.PAGE.read_text(encoding="utf-8") == report.page(RESULTS)
     [entry] = [
         one for one in RESULTS["seconds"]
         if (one["workload"], one["operation"], one["system"]) == ("gpt2-jax", "save", "flax, msgpack")
