@@ -105,7 +105,7 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     for prelude in proposals.preludes(pairing, stored):
         first = pairing.tried(first, [prelude]) or first
     # What these steps name anew is judged by its new name, and shown by that of the checkpoint.
-    shown = {path: handles_of(leaf)[0].path for path, leaf in iter_leaves(first.tree) if handles_of(leaf)}
+    shown = {path: handles[0].path for path, leaf in iter_leaves(first.tree) if (handles := handles_of(leaf))}
     stored = map_leaves(_here, first.tree)
     first = dataclasses.replace(first, tree=stored)
     begun = [first]
@@ -273,8 +273,8 @@ def _names(layers: _Layers) -> Iterator[str]:
 
 def _exchanged(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for two layers that change places or order, or that neither leaves nor names tell apart."""
-    single = {pair: any(name == "" for name, _ in leaves) for pair, leaves in layers.items()}
-    whole = dict.fromkeys((old[:-1], new[:-1]) if single[old, new] else (old, new) for old, new in layers)
+    single = {pair for pair, leaves in layers.items() if any(name == "" for name, _ in leaves)}
+    whole = dict.fromkeys((old[:-1], new[:-1]) if (old, new) in single else (old, new) for old, new in layers)
     for old, new in whole:
         if old != new and (new, old) in whole:
             yield f"{show_path(old)} and {show_path(new)} would change places, and may be transposed instead"

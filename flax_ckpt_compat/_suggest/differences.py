@@ -60,6 +60,8 @@ class Gap:
 
     def __init__(self, path: Path, stored: Branch, target: Branch, memo: SubtreeMemo):
         self.path, self.memo = path, memo
+        # Before a name: everywhere, or only below the name of this branch, where layers of other branches stay apart.
+        self.heads = ("", *(f"{last}/" for last in path[-1:]))
         self.ours, self.theirs = stored.children, target.children
         both = self.ours.keys() & self.theirs.keys()
         same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
@@ -85,10 +87,11 @@ class Gap:
             for old, new in self._aligned():
                 yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
-    def _take(self, old: Iterable[str], new: Iterable[str]) -> None:
-        for name in old:
+    def _take(self, old: Iterable[str], new: Iterable[str], *, turned: bool = False) -> None:
+        """Count children as paired: old ones with new ones, or, ``turned``, the other way round."""
+        for name in new if turned else old:
             self.gone.pop(name, None)
-        for name in new:
+        for name in old if turned else new:
             self.new.pop(name, None)
 
     def _open(self) -> tuple[list[LayerRow], list[LayerRow]]:
@@ -129,17 +132,14 @@ class Gap:
                 layer, kind = self.memo.contents(row.nodes[0]), (self.memo.print(row.nodes[0]), len(row.nodes))
                 if kind not in known:
                     near = {name for size in layouts.sizes(layer, len(row.nodes)) for name in likely.get(size, ())}
-                    names = natural(near & others.keys())
-                    tried = (
-                        (name, layouts.axis_of(kind[1], layer, self.memo.contents(others[name]))) for name in names
-                    )
-                    known[kind] = {name: axis for name, axis in tried if axis}
+                    wholes = {name: self.memo.contents(others[name]) for name in natural(near & others.keys())}
+                    found_on = {name: layouts.axis_of(kind[1], layer, whole) for name, whole in wholes.items()}
+                    known[kind] = {name: axis for name, axis in found_on.items() if axis}
                 axes = {name: axis for name, axis in known[kind].items() if name in others}
                 if axes:
                     name = max(axes, key=lambda one: (one == row.stem, akin(one, row.stem)))
-                    self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
-                    # Everywhere, or only below the name of this branch, where layers of other branches stay apart.
-                    for above in ("", *(f"{last}/" for last in self.path[-1:])):
+                    self._take(row.siblings, [name], turned=not stacking)
+                    for above in self.heads:
                         layers = dataclasses.replace(row, stem=above + row.stem)
                         yield (layouts.stacked if stacking else layouts.unstacked)(layers, above + name, *axes[name])
 
@@ -153,14 +153,13 @@ class Gap:
             done = set[str]()
             for row, short in sorted(pairs, key=lambda pair: not akin(pair[0].stem, pair[1].stem)):
                 count, rest = divmod(len(row.nodes), len(short.nodes))
-                contents = [self.memo.contents(side.nodes[0]) for side in (row, short)]
                 if count < 2 or rest or not done.isdisjoint((*row.names, *short.names)):
                     continue
-                axis = layouts.axis_of(count, *contents)
-                if axis and all(len({*map(self.memo.print, side.nodes)}) == 1 for side in (row, short)):
+                axis = layouts.axis_of(count, *(self.memo.contents(side.nodes[0]) for side in (row, short)))
+                if axis and all(len(set(map(self.memo.print, side.nodes))) == 1 for side in (row, short)):
                     done.update(row.names, short.names)
                     tops = {name.partition("/")[0] for name in short.siblings}
-                    self._take(*((row.siblings, tops) if stacking else (tops, row.siblings)))
+                    self._take(row.siblings, tops, turned=not stacking)
                     yield layouts.interleaved(row, short, axis[0], stacking=stacking)
 
     def _named_rows(self) -> Iterator[list[ProposedRule]]:
@@ -173,14 +172,15 @@ class Gap:
                     side.setdefault(seen, []).append(joined((name, *path)))
         for ones, others, stacking in ((sides[1], sides[0], True), (sides[0], sides[1], False)):
             for (shape, kind), (name, *more) in ones.items():
-                row, names = (shape[1:], kind), others.get((shape[1:], kind), [])
+                row = (shape[1:], kind)
+                names = others.get(row, [])
                 # An array that is there as a whole, or rows that both sides have, say otherwise.
                 if more or len(shape) < 2 or len(names) != shape[0] or (shape, kind) in others or row in ones:
                     continue
                 if shape[0] in _ROWS and "/" not in name:
                     tops = [one.partition("/")[0] for one in names]
-                    self._take(*((tops, [name]) if stacking else ([name], tops)))
-                    for above in ("", *(f"{last}/" for last in self.path[-1:])):
+                    self._take(tops, [name], turned=not stacking)
+                    for above in self.heads:
                         yield layouts.named_rows(above + name, [above + one for one in names], stacking=stacking)
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
@@ -204,7 +204,7 @@ class Gap:
                 if not held or "/" in "".join(names) or (same and not only):
                     continue
                 yield self._level("/".join(names), held, is_new=is_new)
-                self._take(*((list(children), names[:1]) if is_new else (names[:1], list(children))))
+                self._take(list(children), names[:1], turned=not is_new)
                 return
 
     def _level(self, name: str, held: list[str], *, is_new: bool) -> list[ProposedRule] | Level | Change:

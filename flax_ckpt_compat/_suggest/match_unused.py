@@ -24,7 +24,7 @@ from flax_ckpt_compat._trees.leaf_sources import is_array
 # Rows of stored nodes that are compared with one of the target's: more are no evidence for any.
 _MAX_LIKELY = 16
 _NUMBER = re.compile(r"\d+")
-_SAY_NOTHING = frozenset(string.ascii_lowercase) - LETTERS.keys() - {"w", "b"}  # as in ``c_fc`` and ``c_proj``
+_NO_WORDS = frozenset(string.ascii_lowercase) - LETTERS.keys() - {"w", "b"}  # as in ``c_fc`` and ``c_proj``
 Looks = Mapping[Path, Look]
 Pair = tuple[Path, Path]  # stored, of the target
 
@@ -68,8 +68,8 @@ class _Matcher:
             likely = list(dict.fromkeys(map(unnumbered, self.by_print[row[0][1]])))[:_MAX_LIKELY]
             found = [pairs for like in likely if (pairs := self._row(self.rows[like], dict(row)))]
             found = [pairs for pairs in found if not any(old in self.pairs for old, _ in pairs)]
-            nearest = max((_nearness(*pairs[0]) for pairs in found), default=None)
-            found = [pairs for pairs in found if _nearness(*pairs[0]) == nearest]
+            near = [_nearness(*pairs[0]) for pairs in found]
+            found = [pairs for pairs, one in zip(found, near, strict=True) if one == max(near)]
             if len(found) == 1:
                 self._take(found[0])
 
@@ -135,7 +135,7 @@ def changes(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMem
 def _nearness(old: Path, new: Path) -> tuple[int, bool]:
     """Return how many names two key paths have in common, and whether the others have a word in common."""
     ours, theirs = core(old, new)
-    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _SAY_NOTHING)
+    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _NO_WORDS)
 
 
 def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:

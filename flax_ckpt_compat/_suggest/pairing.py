@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_
 from flax_ckpt_compat._suggest import layouts, match_unused
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
 
 _ROUNDS = 8
@@ -71,8 +71,8 @@ class Pairing:
 
     def _fitting(self, tree: Node) -> Set[Path]:
         have = self.looks(tree)
-        found = {path for path, seen in self.goal.items() if seen != EMPTY and path in have and fits(have[path], seen)}
-        return {path for path in found if have[path][1] != "kept"}
+        wanted = ((path, seen) for path, seen in self.goal.items() if seen != EMPTY and have.get(path, KEPT) != KEPT)
+        return {path for path, seen in wanted if fits(have[path], seen)}
 
     def missing(self, tree: Node, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
@@ -243,7 +243,7 @@ def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own:
         return "^" if strangers else ""
     like = unnumbered(path)
     many = sum(unnumbered(home) == like for home in homes) > 1
-    shown = [_counted(name) if many else literal(name) for name in path]
+    shown = [_any_number(name) if many else literal(name) for name in path]
     for count in range(1, len(path)):
         if not any(other[-count:] == like[-count:] for other in strangers):
             return f"({'/'.join(shown[-count:])})/"
@@ -253,6 +253,6 @@ def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own:
     return f"({'/'.join([first, *shown[1:]])})/"
 
 
-def _counted(name: str) -> str:
-    found = numbered(name)  # by its last number alone: others tell rows apart
+def _any_number(name: str) -> str:
+    found = numbered(name)  # the last one alone: others tell rows apart
     return rf"{literal(found[0])}\d+" if found else literal(name)

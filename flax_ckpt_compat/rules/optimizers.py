@@ -133,29 +133,29 @@ class _Group:
 
     def taken(self) -> dict[Path, Node]:
         """Map paths in the target's optimizer state to stored leaves."""
-        chosen = {state: self._chosen(state) for state in self.wanted}
-        spare = [one for one in self.stored if one not in chosen.values()]
+        found = [(state, {one: state.common(one) for one in self.stored}) for state in self.wanted]
+        chosen = [self._chosen(state, common) for state, common in found]
+        spare = [one for one in self.stored if one not in chosen]
         taken: dict[Path, Node] = {}
         users: dict[tuple[_State, Path], _State] = {}
-        for state, source in chosen.items():
+        for (state, common), source in zip(found, chosen, strict=True):
             if source is None:
                 continue
             moments = state.moments()
-            for path in state.common(source):
+            for path in common[source]:
                 other = users.setdefault((source, path), state)
                 if other is not state and path in moments:
                     raise self._ambiguous([(state, source), (other, source)])
                 taken[(*state.path, *path)] = source.leaves[path]
             # Several optimizers may have become one: take its other moments from states that are not used otherwise.
-            more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in state.common(one)]
+            more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in common[one]]
             counts = Counter(path for _, path in more)
             more = [(one, path) for one, path in more if path in moments and counts[path] == 1]
             taken |= {(*state.path, *path): one.leaves[path] for one, path in more}
         return taken
 
-    def _chosen(self, state: _State) -> _State | None:
+    def _chosen(self, state: _State, common: dict[_State, list[Path]]) -> _State | None:
         """Return the stored state that fits a target's state best."""
-        common = {one: state.common(one) for one in self.stored}
         moments, numbers = state.moments(), list(filter(str.isdecimal, state.path))
         # No counts without their moments.
         held = {one: moments.intersection(paths) if moments else set(paths) for one, paths in common.items()}
