@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.support import interpreters
+
 _HEADER = Path(__file__).with_name("preload.h")
 _SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "reads.c")]  # the first sees calls first
 
@@ -64,12 +66,10 @@ def _library(source: Path) -> str:
 
 def environment() -> dict[str, str]:
     """Return the variables of a process that the shim is loaded into."""
-    return {
-        **os.environ,
-        "LD_PRELOAD": ":".join(map(_library, _SOURCES)),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONWARNINGS": "ignore",
-    }
+    # The interpreter that pytest's programs are forked from runs without it.
+    inherited = {name: value for name, value in os.environ.items() if name != interpreters.ADDRESS}
+    libraries = ":".join(map(_library, _SOURCES))
+    return {**inherited, "LD_PRELOAD": libraries, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
 
 
 def is_loaded() -> bool:

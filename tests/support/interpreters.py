@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "FLAX_USE_ORBAX_CHECKPOINTING": "false"}
 # Variables for all processes that are forked; set when the session starts.
 COMPILATION_CACHE: dict[str, str] = {}
-_ADDRESS = "TESTS_ZYGOTE"  # variable: where the process listens that is forked
+ADDRESS = "TESTS_ZYGOTE"  # variable: where the process listens that is forked
 _READ_AT_IMPORT = ("JAX_", "FLAX_USE_", "PYTHON")
 
 
@@ -126,7 +126,7 @@ def start_zygote() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0tests-{os.getpid()}-{id(listener)}")
     listener.listen()
-    os.environ[_ADDRESS] = listener.getsockname()[1:].decode()
+    os.environ[ADDRESS] = listener.getsockname()[1:].decode()
     with listener:
         process = subprocess.Popen(
             [sys.executable, "-c", "from tests.support import zygote; exec(zygote.serve())", str(listener.fileno())],
@@ -143,10 +143,10 @@ def start_zygote() -> None:
 @functools.cache
 def _zygote() -> socket.socket:
     """The way to the process that is forked."""
-    if _ADDRESS not in os.environ:
+    if ADDRESS not in os.environ:
         start_zygote()
     way = socket.socket(socket.AF_UNIX)
-    way.connect(f"\0{os.environ[_ADDRESS]}")
+    way.connect(f"\0{os.environ[ADDRESS]}")
     atexit.register(way.close)
     return way
 

@@ -1,35 +1,28 @@
 """Teams: real processes joined by ``jax.distributed`` on loopback, which run functions of the tests together.
 
-A team lives for many jobs, so that its start is paid once; the processes are forks of a server that has imported
-everything (and started no thread), so that the start takes a fraction of a second.
+A team lives for many jobs, so that its start is paid once; the processes are programs of `tests.support.interpreters`,
+so that the start takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import multiprocessing as mp
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tests.support import interpreters
+from tests.support.interpreters import start_python
 from tests.support.servers import free_port
 
-_SERVER_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
-    "PYTHONWARNINGS": "ignore",
-    "TF_CPP_MIN_LOG_LEVEL": "1",
-}
+_ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "TF_CPP_MIN_LOG_LEVEL": "1"}
 _START_SECONDS = 30
 _teams: dict[tuple[int, int], Team] = {}
 
@@ -94,19 +87,17 @@ class Team:
         port, self.broken = free_port(), False
         self._folder = tempfile.TemporaryDirectory(prefix="team-")
         self._logs = [Path(self._folder.name, str(index)) for index in range(self.count)]
-        self._pipes: list[Connection] = []
-        self._members: list[Any] = []
-        self._coordinator = _server().Process(target=_coordinate, args=(port, self.count), daemon=True)
-        if outside:
-            self._coordinator.start()
-        for index, log in enumerate(self._logs):
-            ours, theirs = mp.Pipe()
-            setup = (index, self.count, devices, port, outside, str(log))
-            member = _server().Process(target=_member, args=(theirs, *setup), daemon=True)
-            member.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._members.append(member)
+        call = "import sys; from tests.support import team; team.{}(*sys.argv[1:])"
+        self._coordinator = start_python(call.format("coordinate"), port, self.count) if outside else None
+        variables = _ENVIRONMENT | interpreters.devices(devices)
+        self._members = [
+            start_python(call.format("take_part"), index, self.count, port, int(outside), log, **variables)
+            for index, log in enumerate(self._logs)
+        ]
+        self._jobs = [Connection(os.dup(one.stdin.fileno()), readable=False) for one in self._members]
+        self._answers = [Connection(os.dup(one.stdout.fileno()), writable=False) for one in self._members]
+        for member in self._members:
+            member.stdin.close()
         self._waited_for = set(range(self.count))
 
     def start(self, job: Callable[..., Any], *args: Any, only: Collection[int] | None = None) -> None:
@@ -120,12 +111,12 @@ class Team:
         assert not self.broken and not self._waited_for
         self._waited_for = set(range(self.count) if only is None else only)
         for index in self._waited_for:
-            self._pipes[index].send((job, args))
+            self._jobs[index].send((job, args))
 
     def kill(self, index: int) -> None:
         """Kills one process: ``kill -9``."""
         self.broken = True
-        os.kill(self._members[index].pid, signal.SIGKILL)
+        self._members[index].kill()
 
     def finish(self, timeout: float = 60) -> list[Outcome]:
         """What became of the job; processes that have not answered in time are killed.
@@ -136,23 +127,22 @@ class Team:
         outcomes = [Outcome() for _ in range(self.count)]
         deadline = time.monotonic() + timeout
         while self._waited_for:
-            ready = wait([self._pipes[i] for i in self._waited_for], max(0.0, deadline - time.monotonic()))
+            ready = wait([self._answers[i] for i in self._waited_for], max(0.0, deadline - time.monotonic()))
             for index in sorted(self._waited_for):
-                if self._pipes[index] in ready:
+                if self._answers[index] in ready:
                     outcomes[index] = self._receive(index)
                 elif not ready:
                     self.kill(index)
                     outcomes[index] = Outcome(hung=True, log=self._log(index))
-            self._waited_for -= {i for i in self._waited_for if not ready or self._pipes[i] in ready}
+            self._waited_for -= {i for i in self._waited_for if not ready or self._answers[i] in ready}
         return outcomes
 
     def _receive(self, index: int) -> Outcome:
         try:
-            answer: Outcome = self._pipes[index].recv()
+            answer: Outcome = self._answers[index].recv()
         except (EOFError, OSError):
             self.broken = True
-            self._members[index].join(5)
-            return Outcome(died=self._members[index].exitcode, log=self._log(index))
+            return Outcome(died=self._members[index].wait(5), log=self._log(index))
         return answer
 
     def run(
@@ -176,14 +166,12 @@ class Team:
     def close(self) -> None:
         """Kills the processes."""
         self.broken, self._waited_for = True, set()
-        for member, pipe in zip(self._members, self._pipes, strict=True):
-            with suppress(ProcessLookupError):
-                member.kill()
-            member.join(5)
+        for pipe in (*self._jobs, *self._answers):
             pipe.close()
-        if self._coordinator.pid is not None:
-            self._coordinator.kill()
-            self._coordinator.join(5)
+        for process in filter(None, (*self._members, self._coordinator)):
+            process.kill()
+            process.wait(5)
+            process.close()
         self._folder.cleanup()
 
     def _log(self, index: int) -> str:
@@ -197,58 +185,30 @@ def team_of(count: int, devices: int = 2) -> Team:
         if team is not None:
             team.close()
         team = _teams[count, devices] = Team(count, devices)
+        atexit.register(team.close)
     return team
 
 
-@atexit.register
-def close_all() -> None:
-    """Ends all teams that tests have shared."""
-    for team in _teams.values():
-        team.close()
-    _teams.clear()
-
-
-def _server() -> Any:
-    """The context whose processes are forks of one that has imported all that takes long."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preloaded"])
-    variables = _SERVER_ENVIRONMENT | interpreters.COMPILATION_CACHE
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        from multiprocessing import forkserver
-
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    return context
-
-
-def _member(
-    pipe: Connection, index: int, count: int, devices: int, port: int, outside: bool, log: str
-) -> None:  # pragma: no cover  (runs in the processes of a team)
+def take_part(index: str, count: str, port: str, outside: str, log: str) -> None:  # pragma: no cover  (in a program)
     """One process of a team: joins the others, and does as it is told until the pipe is closed."""
+    jobs, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     with open(log, "wb", 0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(interpreters.devices(devices))
     job: Any = _join
-    args: Any = (index, count, port, outside)
+    args: Any = (int(index), int(count), port, outside == "1")
     while True:
-        pipe.send(_carried_out(job, args))
+        answers.send(_carried_out(job, args))
         try:
-            job, args = pipe.recv()
+            job, args = jobs.recv()
         except EOFError:
             os._exit(0)
 
 
-def _coordinate(port: int, count: int) -> None:  # pragma: no cover  (runs in a process of its own)
-    _jax = _library()
-
-    service = _jax.get_distributed_runtime_service(f"127.0.0.1:{port}", count)
-    signal.pause()
+def coordinate(port: str, count: str) -> None:  # pragma: no cover  (in a program)
+    """The process of jax's coordinator, until the pipe is closed."""
+    service = _library().get_distributed_runtime_service(f"127.0.0.1:{port}", int(count))
+    sys.stdin.read()
     del service
 
 
@@ -259,14 +219,14 @@ def _library() -> Any:
     return lib._jax if hasattr(lib, "_jax") else lib.xla_extension
 
 
-def _join(index: int, count: int, port: int, outside: bool) -> int:
+def _join(index: int, count: int, port: str, outside: bool) -> int:
+    import flax
     import jax
 
     if outside and index == 0:
-        _jax = _library()
+        _library().get_distributed_runtime_service = lambda *_, **__: None
 
-        _jax.get_distributed_runtime_service = lambda *_, **__: None
-
+    flax.config.update("flax_use_orbax_checkpointing", True)  # Flax's default, which programs turn off
     # The default of newer jax; without it, jax 0.4 computes nothing across processes on the CPU.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Also its default; without it, jax 0.4 makes other random keys where a mesh holds copies of them.

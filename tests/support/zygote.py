@@ -24,6 +24,7 @@ _STDIN = 0
 # What takes seconds to import and starts no thread.
 PRELOAD = (
     *("jax", "flax.linen", "flax.training.checkpoints", "optax", "orbax.checkpoint", "tensorstore"),
+    *("flax.training.train_state", "jaxlib.mlir.dialects.mhlo", "pytest"),  # the last two of teams
     *(f"flax_ckpt_compat.{name}" for name in ("checkpoints", "legacy", "orbax_backend", "rules")),
 )
 # Variables that our library reads when it is imported: a program with one of them imports it anew.
@@ -43,7 +44,8 @@ def serve() -> types.CodeType:
     atexit.register(_spare, loaded)  # after what the modules below register
     before = set(sys.modules)
     for name in PRELOAD:
-        importlib.import_module(name)
+        with suppress(ImportError):  # a part of jaxlib that another release may not have
+            importlib.import_module(name)
     names = {name for name in sys.modules.keys() - before if name.partition(".")[0] not in _TAKEN_APART}
     loaded |= {name: sys.modules[name] for name in names}
     # Another process is writing it, or was killed meanwhile: it is compiled.
