@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import Format
@@ -20,11 +20,12 @@ from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import ArgumentError, SettingError
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypeVar
 
-    from flax_ckpt_compat._restore.options import RestoreKeywords
+    Tree = TypeVar("Tree", default=Any)  # the type of the target; without one, what is restored may be anything
+else:
+    Tree = Any
 
-Tree = TypeVar("Tree")  # the type of the target
 __all__ = ["restore", "save"]
 
 
@@ -32,14 +33,6 @@ class _Unset(enum.Enum):
     """Sentinel for an argument that was not given; None is a value."""
 
     UNSET = "the setting's value"
-
-
-@overload
-def restore(path: str | os.PathLike[str], target: None = None, **keywords: Unpack[RestoreKeywords]) -> Any: ...
-
-
-@overload
-def restore(path: str | os.PathLike[str], target: Tree, **keywords: Unpack[RestoreKeywords]) -> Tree: ...
 
 
 def restore(

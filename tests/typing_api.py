@@ -29,8 +29,8 @@ def policies(folder: Path, tree: Any) -> Any:
     """Policies are the documented words."""
     restore(folder, tree, step=3, missing_leaves="ignore", shape_mismatch="ignore", dtype="target", must_exist=False)
     restore(str(folder), structure="flax", transforms={}, transforms_default_to_original=False)
-    restore(folder, tree, missing_leaves="kepe")  # type: ignore[call-overload]
-    restore(folder, tree, must_exists=True)  # type: ignore[call-overload]
+    restore(folder, tree, missing_leaves="kepe")  # type: ignore[arg-type]
+    restore(folder, tree, must_exists=True)  # type: ignore[call-arg]
     try:
         return restore(folder)
     except errors.MissingLeavesError as error:
@@ -64,7 +64,7 @@ def reports(folder: Path, tree: Any) -> list[float]:
     save(folder, tree, progress=found.append)
     restore(folder, progress="bar")
     restore(folder, progress=lambda report: report.done / report.total)
-    restore(folder, progress="bars")  # type: ignore[call-overload]
+    restore(folder, progress="bars")  # type: ignore[arg-type]
     save(folder, tree, progress=lambda: None)  # type: ignore[arg-type, misc]
     with config.override(progress=found.append):
         config.update(progress=None)

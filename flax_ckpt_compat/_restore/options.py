@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypedDict
+from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
-
-if TYPE_CHECKING:
-    from flax_ckpt_compat._core.progress import Callback
-
-
-class RestoreKeywords(TypedDict, total=False):
-    """The keyword arguments of `flax_ckpt_compat.restore`, for type checkers."""
-
-    step: SupportsFloat | str | None
-    prefix: str
-    item: str | None
-    transforms: Any
-    transforms_default_to_original: bool
-    missing_leaves: Literal["error", "warn", "ignore"] | None
-    shape_mismatch: Literal["warn", "error", "ignore"] | None
-    kind_mismatch: Literal["warn", "error", "ignore"] | None
-    unused_leaves: Literal["auto", "error", "warn", "ignore"] | None
-    dtype: Literal["stored", "target"] | None
-    structure: Literal["flax", "stored"] | None
-    must_exist: bool | None
-    mapped: bool | None
-    progress: Callback | Literal["bar"] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
