@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.progress import Callback
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
-from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import RestoreOptions
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._core.steps import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
-from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import RestoreOptions
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save import pipeline as save_pipeline

@@ -21,8 +21,7 @@ from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import execute, policies
 from flax_ckpt_compat._restore.items import plan_all
-from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
+from flax_ckpt_compat._restore.plan import LeafPlan, RestoreOptions, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 

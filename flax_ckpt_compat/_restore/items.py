@@ -22,8 +22,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_lea
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._restore.match import plan_tree
-from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
+from flax_ckpt_compat._restore.plan import RestoreOptions, RestorePlan, TreePlan
 from flax_ckpt_compat._trees.state_dict import TargetTree
 
 _ALL = ""  # in place of an item's name: the target has items by their names

@@ -14,8 +14,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, node_at
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
-from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
+from flax_ckpt_compat._restore.plan import LeafPlan, RestoreOptions, TreePlan
 from flax_ckpt_compat._trees import prng_keys, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, is_array
 from flax_ckpt_compat._trees.old_namedtuples import fields_of

@@ -27,8 +27,7 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._restore import checkpointer_reader, execute, policies, process_agreement
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.match import plan_tree
-from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
+from flax_ckpt_compat._restore.plan import RestoreOptions, RestorePlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 

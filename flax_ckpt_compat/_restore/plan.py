@@ -1,4 +1,4 @@
-"""Define the plan of a restore: a flat list of leaves, each with its source, placement and cast."""
+"""Define the options of a restore, and its plan: a flat list of leaves, each with its source, placement and cast."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from flax_ckpt_compat import config
+from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
-from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 
@@ -20,6 +22,31 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreOptions:
+    """Options of one restore, read once by the public functions and passed down."""
+
+    settings: config.Settings  # the policies, ``dtype``, ``structure`` and ``mapped`` in force
+    transforms: TransformSpec = dataclasses.field(default_factory=TransformSpec)  # the caller's rules or transforms
+    item: str | None = None  # the item to restore, as one tree; None for all
+
+    @classmethod
+    def strict(
+        cls, transforms: Any, default_to_original: bool, *, item: str | None = None, **policies: Any
+    ) -> RestoreOptions:
+        """Return the options of `flax_ckpt_compat.restore`: a policy of None takes the setting or its default."""
+        given = {name: value for name, value in policies.items() if value is not None}
+        with config.defaults(config.STRICT), config.override(**given) as settings:
+            by_default = arguments.flag(default_to_original, "transforms_default_to_original")
+            spec = TransformSpec(transforms, default_to_original=by_default, strict=True)
+            return cls(settings, spec, arguments.item_name(item))
+
+    @property
+    def casts(self) -> bool:
+        """Return whether arrays and numbers are cast to the dtype of the target's leaf."""
+        return self.settings.dtype == "target"
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one

@@ -21,8 +21,7 @@ from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._restore.items import plan_all
-from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
+from flax_ckpt_compat._restore.plan import LeafPlan, RestoreOptions, RestorePlan, TreePlan
 from flax_ckpt_compat._restore.policies import refusals
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict

@@ -11,8 +11,9 @@ from flax_ckpt_compat import __version__
 
 from ._command_base import escape_what_cannot_be_shown, reporting_closed_pipe
 
-_FILES = ("convert", "diff", "doctor", "ls", "plan", "run", "scan", "show", "verify")
-_COMMANDS = {name: f"{name}.command" for name in _FILES} | {"clean": "clean_and_rm.clean", "rm": "clean_and_rm.rm"}
+_FILES = {"look": ("diff", "plan", "show", "verify"), "clean_and_rm": ("clean", "rm")}  # of several commands
+_COMMANDS = {name: f"{name}.command" for name in ("convert", "doctor", "ls", "run", "scan")}
+_COMMANDS |= {name: f"{file}.{name}" for file, names in _FILES.items() for name in names}
 
 
 class _LazyGroup(click.Group):
