@@ -171,11 +171,14 @@ class _Planner:
     def take_subtree(self, stored: Branch, path: Path, target: Node = None) -> None:
         """Plan a stored branch as it is, for a target that takes any structure."""
         self._plan.stored_subtrees[path] = stored
+        before = len(self._plan.leaves)
         for rest, leaf in iter_leaves(stored):
             if leaf is Own.KEEP_TARGET:
-                self.keep(node_at(target, rest), path, "from_target")
+                self.keep(node_at(target, rest), (*path, *rest), "from_target")
             else:
-                self.take(leaf, None, path)
+                self.take(leaf, None, (*path, *rest))
+        for one in self._plan.leaves[before:] if target is not None else ():
+            one.why = one.why or "by the rules of the target's own type, or leaf by leaf if they refuse it"
 
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""

@@ -53,9 +53,7 @@ class RestoreOptions:
 class LeafPlan:
     """One leaf of the result."""
 
-    # Key path in the target, or in the checkpoint without one; of all leaves of a subtree that is restored as stored,
-    # the key path of that subtree.
-    path: Path
+    path: Path  # key path in the target, or, without one and below what is restored as stored, in the checkpoint
     # Stored, derived, or `Own.KEEP_TARGET`; None for a stored None.
     source: LeafHandle | Derived | Own | None
     target: Any  # the target's leaf, or None
@@ -63,7 +61,7 @@ class LeafPlan:
     sharding: Any = None  # sharding to place an array with; None for host memory
     cast: Any = None  # dtype to cast an array or number to, or None
     slices: list[ArraySlice] | None = None  # to read, one per distinct shard of this process; None for all
-    why: str = ""  # why the target's value is kept, in a few words
+    why: str = ""  # why the target's value is kept, or how a subtree is read, in a few words
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
@@ -17,7 +16,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import Row, fold, format_size, one_line, printable
-from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._restore.items import plan_all
@@ -56,7 +55,7 @@ class PlannedLeaf:
         origin: ``checkpoint`` (as stored), ``computed`` (from stored leaves), ``target`` (its own value is kept), or
             ``missing`` (the restore is going to raise).
         sources: key paths of the stored leaves that it comes from.
-        how: the computation, or the reason why the target's value is kept; else empty.
+        how: the computation, or the reason why the target's value is kept, or that its own type reads it; else empty.
         shape: of the result; None if it is not an array, or only a function of the caller's knows.
         dtype: of the result, after casting; None as for ``shape``.
         target_shape, target_dtype: of the target's leaf; None if it is not an array.
@@ -257,29 +256,14 @@ def _sources(source: Any, item: Path, owners: Owners) -> tuple[str, ...]:
 
 
 def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[PlannedLeaf]:
-    """Yield the leaves of a tree's plan; a subtree that is restored as stored counts as one."""
+    """Yield the leaves of a tree's plan, then the missing containers without children."""
     raises = plan.options.settings.missing_leaves == "error" and not plan.options.transforms.lenient
     missing = frozenset(plan.missing) if raises else frozenset()
-    subtrees = {} if plan.target is None else plan.stored_subtrees
-    for path, group in itertools.groupby(plan.leaves, lambda leaf: leaf.path):
-        if path in subtrees:
-            yield _planned_subtree(path, [leaf.source for leaf in group], item, owners)
-        else:
-            for leaf in group:
-                yield _planned(leaf, item, owners, "missing" if path in missing else "target")
-    for path, stored in subtrees.items():
-        if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
-            yield _planned_subtree(path, [], item, owners)
+    for leaf in plan.leaves:
+        yield _planned(leaf, item, owners, "missing" if leaf.path in missing else "target")
     for path in sorted(plan.empty):
         origin = "missing" if path in missing else "target"
         yield _kept_leaf(show_path((*item, *path)), {}, "not in the checkpoint", origin)
-
-
-def _planned_subtree(path: Path, found: Sequence[Any], item: Path, owners: Owners) -> PlannedLeaf:
-    sources = tuple(name for source in found for name in _sources(source, item, owners))
-    how = "by the rules of the target's own type, or leaf by leaf if they refuse it"
-    nbytes = sum(size for source in found for size in needs(source).values())
-    return PlannedLeaf(show_path((*item, *path)), "checkpoint", sources, how, None, None, None, None, nbytes)
 
 
 def _planned(leaf: LeafPlan, item: Path, owners: Owners, origin: str) -> PlannedLeaf:
@@ -294,7 +278,7 @@ def _planned(leaf: LeafPlan, item: Path, owners: Owners, origin: str) -> Planned
         elif source.kind is not LeafKind.NUMPY_SCALAR:
             wanted = shape, dtype = None, None
     dtype = dtype if dtype is None or leaf.cast is None else leaf.cast
-    origin, how = ("computed", source.how) if isinstance(source, Derived) else ("checkpoint", "")
+    origin, how = ("computed", source.how) if isinstance(source, Derived) else ("checkpoint", leaf.why)
     sources, nbytes = _sources(source, item, owners), sum(needs(source).values())
     return PlannedLeaf(name, origin, sources, how, shape, dtype, *wanted, nbytes)
 

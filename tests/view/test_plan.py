@@ -61,6 +61,8 @@ def test_every_target_leaf_is_told(saved: str, flag: bool, tmp_path: Path) -> No
     assert plan.missing == () and plan.unused == ("extra/note",) and plan.nbytes == 48 + 12 + 16 + 8
     assert "Stored, but not used: extra/note" in str(plan)
     assert plan.path == saved and plan.format == ("orbax" if flag else "msgpack")
+    below = by_path(plan_restore(tmp_path, {"params": {"dense": None}}))  # None takes whatever is stored there
+    assert sorted(below) == ["params/dense/bias", "params/dense/kernel"] and below["params/dense/bias"].shape == (3,)
 
 
 def test_what_is_missing(saved: str, tmp_path: Path) -> None:
