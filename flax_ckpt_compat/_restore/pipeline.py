@@ -24,10 +24,11 @@ from flax_ckpt_compat._core.progress import Meter, Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._restore import checkpointer_reader, execute, policies, process_agreement
+from flax_ckpt_compat._restore import checkpointer_reader, execute, policies
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.plan import RestoreOptions, RestorePlan, ShapeDifference, TreePlan
+from flax_ckpt_compat._restore.process_agreement import Agreement
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 
@@ -42,13 +43,13 @@ def restore(
     one = _Restore(target, options, orbax_checkpointer)
     async_saves.wait_for_pending_saves(checkpoint_dir, orbax_checkpointer)
     options.transforms.wait_for_pending_saves()
-    one.agreement = process_agreement.begin(checkpoint_dir, step)
+    one.agreement = Agreement(checkpoint_dir, step)
     with one.meter.reporting(), depth.limited("restored"):
         otherwise = None if options.settings.must_exist else one.unrestored
         try:
             return locating.read_found(checkpoint_dir, step, one.at, otherwise)
         except CheckpointNotFoundError as missing:
-            if one.agreement is not None and not one.agreement.has_reported:
+            if not one.agreement.has_reported:
                 try:
                     one.agreement.report(None)
                 except MultiprocessRestoreError as others:  # this process stops in any case
@@ -59,16 +60,16 @@ def restore(
 class _Restore:
     """One restore, and each attempt of it: again where the checkpoint is replaced while it is read."""
 
+    agreement: Agreement  # set once earlier saves have ended
+
     def __init__(self, target: Any, options: RestoreOptions, checkpointer: Any):
         self._target, self._options, self._checkpointer = target, options, checkpointer
         self._start = time.time()
-        self.agreement: process_agreement.Agreement | None = None
         self.meter = Meter(progress.callback_of(options.settings.progress), "restore")
 
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""
-        if self.agreement is not None:
-            self.agreement.report(location)
+        self.agreement.report(location)
         watch = Stopwatch()
         with locating.unchanged(location), self._options.transforms.opening():
             values = self._values(location, watch)
@@ -101,8 +102,7 @@ class _Restore:
 
     def unrestored(self) -> Any:
         """Return the target, as there is no checkpoint."""
-        if self.agreement is not None:
-            self.agreement.report(None)
+        self.agreement.report(None)
         return self._target
 
     def _open(self, location: Location) -> opening.Opened:

@@ -25,21 +25,23 @@ _own: dict[str, tuple[int, str | None, str]] = {}
 
 
 class Agreement:
-    """One process's view of what the processes of a job find for one directory, prefix and step."""
+    """One process's view of what those of its job find for one directory, prefix and step; alone, it tells nothing."""
 
     def __init__(self, checkpoint_dir: CheckpointDir, step: Any):
         """Begin to look; nothing is sent yet."""
-        self._root, self._start = checkpoint_dir.root.path, time.time()
-        self.process, _ = coordination.process_and_count()
-        self._subject = _digest(self._root, checkpoint_dir.given_prefix, None if step is None else str(step))
-        self._steps = None if step is None else _digest(self._root, checkpoint_dir.given_prefix, "any step")
+        self._root, self._prefix, self._step = checkpoint_dir.root.path, checkpoint_dir.given_prefix, step
+        self._start = time.time()
+        self.process, self._count = coordination.process_and_count()
         self.has_reported = False
 
     def report(self, found: Location | None) -> None:
         """Tell the others what this process found, None for nothing; raise if another one found something else."""
+        if self._count < 2:
+            return
         self.has_reported = True
+        subject = _digest(self._root, self._prefix, None if self._step is None else str(self._step))
         try:
-            count, before, others = self._exchange(self._subject, "" if found is None else found.path)
+            count, before, others = self._exchange(subject, "" if found is None else found.path)
         except CheckpointError:  # the store cannot be reached: process 0 is gone, and the job with it
             return
         for process, record in sorted(others.items()):
@@ -47,9 +49,9 @@ class Agreement:
                 continue  # both saw it, and the other has not looked again since
             if self._contradicts(found, record["path"], record["time"]):
                 raise self._error(found, process, record["path"])
-        if self._steps is not None and found is not None:
+        if self._step is not None and found is not None:
             with suppress(CheckpointError):
-                self._warn_of_other_steps(self._steps, found.path)
+                self._warn_of_other_steps(_digest(self._root, self._prefix, "any step"), found.path)
 
     def _warn_of_other_steps(self, subject: str, path: str) -> None:
         """Warn if another process restored another named step as its restore of this number; it may be meant."""
@@ -112,10 +114,3 @@ def _changed(location: Location) -> float | None:
     """Return when a local checkpoint got its name, in seconds since the epoch; None if it is not there."""
     identity = location.identity()
     return None if identity is None else identity[2] / 1e9
-
-
-def begin(checkpoint_dir: CheckpointDir, step: Any) -> Agreement | None:
-    """Return the agreement of a restore in a job of several processes; None in a process on its own."""
-    if coordination.process_and_count()[1] < 2:
-        return None
-    return Agreement(checkpoint_dir, step)
