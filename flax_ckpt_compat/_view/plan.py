@@ -18,10 +18,9 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import Row, fold, format_size, one_line, printable
 from flax_ckpt_compat._core.tree import Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
-from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.plan import LeafPlan, RestoreOptions, RestorePlan, TreePlan
-from flax_ckpt_compat._restore.policies import refusals
+from flax_ckpt_compat._restore.policies import of_layers, refusals, shape_remedies
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
@@ -244,7 +243,7 @@ def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     for tree_plan in plans.items.values():
         for kind, error in refusals(tree_plan, proposes=False):
             is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.shapes)
-            why = messages.of_layers(tree_plan) if is_shown else str(error())
+            why = of_layers(tree_plan) if is_shown else str(error())
             return kind.__name__, f"{why} {plans.fits}".strip()
     return None, ""
 
@@ -325,7 +324,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
         if trees and plan.missing and not is_explained:
             yield Line("Nothing stored fits what is missing as it is; rules.fuse and rules.split join and divide it.")
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
-            yield Line(printable(str([*tree.problems, messages.shape_remedies(tree, tree.shapes)][0])))
+            yield Line(printable(str([*tree.problems, shape_remedies(tree, tree.shapes)][0])))
     elif not (found.doubts and is_explained):
         is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
         sure = "These rules would map it" if is_all else "These rules would map a part of it"
