@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
-from tests.support.saves import before_publish
+from tests.support.saves import before_publish, refuse
 
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
 WRITER = """
@@ -281,11 +282,7 @@ def test_what_no_lock_tells(writer: str, kind: str, final: str, monkeypatch: pyt
 
 def test_where_nothing_can_be_locked_time_tells(kind: str, final: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves work there, and what they write stays for a day."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(temporaries.fcntl, "flock", refuse)
+    monkeypatch.setattr(temporaries.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     temporary = temporaries.temporary_path(final)
     make(temporary, "new", kind)
     assert atomic.remove_stale(os.path.dirname(final)) == []
@@ -438,12 +435,8 @@ _QUESTIONS = [presence.isdir, presence.isfile, presence.lexists, presence.islink
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EACCES])
 def test_an_error_is_no_answer(ask, number, tmp_path, monkeypatch):
     """`os.path` answers False."""
-
-    def fail(path):
-        raise OSError(number, os.strerror(number), path)
-
-    monkeypatch.setattr(os, "stat", fail)
-    monkeypatch.setattr(os, "lstat", fail)
+    for name in ("stat", "lstat"):
+        refuse(monkeypatch, name, "", number)
     expected = PermissionDeniedError if number == errno.EACCES else StorageError
     with pytest.raises(expected, match=str(tmp_path)) as raised:
         ask(str(tmp_path))
@@ -492,11 +485,7 @@ def test_one_of_two_saves_of_a_step_is_refused(
 
 def test_a_file_system_without_hard_links(final: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new file gets its name by a rename there, and one that is taken is refused."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
+    refuse(monkeypatch, "link", "", errno.EPERM)
     for text in ("first", "second"):
         make(temporary := temporaries.temporary_path(final), text, "file")
         with pytest.raises(StorageError, match="another process has saved") if text == "second" else nullcontext():

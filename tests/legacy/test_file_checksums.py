@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -205,14 +206,10 @@ def test_a_strange_attribute_is_none(path: Path, damage: bytes | None) -> None:
 @pytest.mark.parametrize("names", [["setxattr", "getxattr"], []], ids=["no functions", "refused"])
 def test_without_attributes_nothing_is_verified(path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """macOS lacks the functions, and some file systems refuse; saves and restores work."""
-
-    def refused(*_: Any) -> None:
-        raise OSError(95, "Operation not supported")
-
     for name in names:
         monkeypatch.delattr(os, name)
     for name in ["setxattr", "getxattr"] if not names else []:
-        monkeypatch.setattr(os, name, refused)
+        monkeypatch.setattr(os, name, Mock(side_effect=OSError(95, "Operation not supported")))
     write(path, SMALL)
     flip(path, 60)
     assert load(path)["step"] == 7

@@ -11,6 +11,7 @@ import types
 import unicodedata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -334,14 +335,10 @@ def test_a_failing_rename_of_a_new_checkpoint_leaves_nothing(
     path = tmp_path / "c_1"
     temporary = atomic.temporary_path(str(path))
     write(temporary, {"a": Spread(np.full(4, 2))})
-
-    def refuse(*_: Any) -> None:
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refuse)
+        patch.setattr(os, "replace", Mock(side_effect=error))
         if not links:
-            patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
+            patch.setattr(os, "link", Mock(side_effect=PermissionError(1, "no links")))
         with pytest.raises((StorageError, KeyboardInterrupt)):
             atomic.publish(temporary, str(path))
     atomic.remove_temporary(temporary)
@@ -396,12 +393,9 @@ def test_an_interruption_behind_the_rename_takes_no_arrays(
     temporary = atomic.temporary_path(str(path))
     write(temporary, {"a": Spread(np.full(4, 2))})
 
-    def refused(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     def interrupted(*arguments: Any) -> None:
         replace(*arguments)
-        patch.setattr(os, "fsync", refused)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 from flax.training import checkpoints as flax_checkpoints
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
@@ -110,12 +110,7 @@ def refuse_given(folder: str) -> None:
 def fail_to_publish(folder: str) -> None:
     """Replaces a step through an async checkpointer where process 0 cannot publish."""
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise StorageError("no renaming in this test")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "publish", refuse)
+    with mock.patch.object(atomic, "publish", side_effect=StorageError("no renaming in this test")):
         try:
             checkpoints.save_checkpoint_multiprocess(
                 folder, tree("plain"), 2, overwrite=True, orbax_checkpointer=checkpointer

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -124,11 +125,7 @@ def fail(folder: str, orbax: bool, at: str) -> None:
 def fail_unnoticed(folder: str, orbax: bool) -> None:
     """Saves where a background task of process 1 alone has failed."""
     use(orbax)
-    manager = checkpoints.AsyncManager()
-
-    def refuse() -> None:
-        raise StorageError("trouble of process 1 alone")
-
+    manager, refuse = checkpoints.AsyncManager(), Mock(side_effect=StorageError("trouble of process 1 alone"))
     if jax.process_index() == 1:
         async_saves.start(manager, location_of(folder), refuse)
     with config.override(coordination_timeout=20.0):

@@ -111,11 +111,7 @@ def save_where_0_removes_nothing(folder: str, orbax: bool, step: int) -> None:
 
 def save_interrupted(folder: str, orbax: bool, step: int) -> None:
     """Saves in this process alone, and is interrupted while it waits for the others."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         save_small(folder, orbax, step, None, 3)

@@ -276,17 +276,12 @@ def test_in_the_background_it_is_logged_and_stops_no_later_save(
 
 
 def test_a_replaced_checkpoint_that_cannot_be_removed(
-    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What overwriting set aside may stay; the save is complete, and a warning names what is left."""
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "_METADATA").write_text("{}")
-
-    def refuse(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic, "delete", refuse)
+    with patch.object(atomic, "delete", side_effect=PermissionError(13, "Permission denied")):
         checkpoints.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == 1
     assert "which was replaced" in caplog.text

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -349,11 +350,7 @@ def test_a_save_below_a_checkpoint_is_refused(flag: bool, step: Path, tmp_path: 
 
 def test_a_folder_above_that_cannot_be_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no reason to refuse a save: whether it is a checkpoint cannot be known."""
-
-    def refuse(_: str) -> bool:
-        raise errors.StorageError("refused")
-
-    monkeypatch.setattr(contents, "is_certainly_orbax", refuse)
+    monkeypatch.setattr(contents, "is_certainly_orbax", Mock(side_effect=errors.StorageError("refused")))
     assert why_inside(location_of(step / "sub")) is None
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -309,11 +310,7 @@ def test_a_writer_that_is_stopped_while_it_evicts_stops_no_other(
     with atomic.locked(str(tmp_path / "link")), temporaries.locked_if_free(str(tmp_path)) as is_free:
         assert is_free is False
     (tmp_path / "link").unlink()
-
-    def unsupported(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     ours.save_checkpoint(tmp_path, tree(3), 3)
     assert names(tmp_path) == ["checkpoint_3"]
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -322,11 +323,7 @@ def test_an_interrupted_save_leaves_no_temporary(
 ) -> None:
     """Ctrl-C and the like go through as they are; the old checkpoint stays and nothing half written does."""
     ours.save_checkpoint(tmp_path, tree(1), 1)
-
-    def interrupt(_: str) -> None:
-        raise error
-
-    before_publish(monkeypatch, interrupt)
+    before_publish(monkeypatch, Mock(side_effect=error))
     with pytest.raises(error):
         ours.save_checkpoint(tmp_path, tree(2), 2)
     assert names(tmp_path) == ["checkpoint_1"]

@@ -28,9 +28,9 @@ TREE = {
 }
 
 
-@pytest.fixture(params=["bucket", pytest.param("az_bucket", marks=pytest.mark.slow), "shelf"])
+@pytest.fixture(params=["shelf", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bucket", "az_bucket"))])
 def place(request: pytest.FixtureRequest) -> AnyBucket:
-    """An empty place of each."""
+    """An empty place of each; of s3:// other files tell as much by default."""
     found: AnyBucket = request.getfixturevalue(request.param)
     return found
 

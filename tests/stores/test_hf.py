@@ -99,11 +99,9 @@ def test_a_file_that_cannot_be_fetched_is_not_absent(hub: Hub, monkeypatch: pyte
     """Without a network, the client says that it finds no entry: in its cache."""
     import huggingface_hub
 
-    def unreachable(**_: object) -> None:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot find the requested files in the local cache")
-
+    missed = huggingface_hub.errors.LocalEntryNotFoundError("cannot find the requested files in the local cache")
     hub.files["run/checkpoint_1"] = serialization.to_bytes({"w": 1})
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=missed))
     with pytest.raises(errors.StorageError, match=r"could not be read: .*and the network"):
         checkpoints.restore_checkpoint(f"{hub.url}/run", {"w": 2})
 

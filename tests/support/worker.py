@@ -1,0 +1,20 @@
+"""The process that pytest-xdist starts: a fork of the zygote, which has imported everything, works in its place."""
+
+import json
+import os
+import socket
+import sys
+
+# What was read of other variables when these were imported.
+CODE = """
+import os, sys, flax, jax
+flax.config.update("flax_use_orbax_checkpointing", True)
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+"""
+way, (channel, its_channel) = socket.socket(socket.AF_UNIX), socket.socketpair()
+way.connect(f"\0{os.environ['TESTS_ZYGOTE']}")
+socket.send_fds(way, [b"x"], [0, 1, 2, its_channel.detach()])
+request = {"code": CODE + sys.argv[-1], "arguments": [], "environment": {**os.environ}, "cwd": os.getcwd()}
+channel.sendall(json.dumps(request).encode() + b"\n")
+channel.recv(8)  # its process id
+sys.exit(int.from_bytes(channel.recv(8), "big", signed=True))
