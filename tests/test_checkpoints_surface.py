@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import os
 import re
 import typing
 from pathlib import Path
@@ -14,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat.errors import CheckpointError
+from flax_ckpt_compat import restore, save
+from flax_ckpt_compat.errors import StorageError
 from tests.support.profiles import examples
 from tests.support.saves import use_flag
 
@@ -148,31 +150,22 @@ def test_convert_pre_linen(params: Any) -> None:
     assert mine == other and repr(mine) == repr(other)
 
 
-def test_arguments_of_flax_that_change_nothing(flag: bool, tmp_path: Any) -> None:
-    """parallel, gda_manager and allow_partial_mpa_restoration are taken by position; a given manager is waited for."""
-
-    class Manager:
-        waited = 0
-
-        def wait_until_finished(self) -> None:
-            self.waited += 1
-
-    manager = Manager()
-    ours.save_checkpoint(tmp_path, {"a": 1}, 3)
-    assert ours.restore_checkpoint(tmp_path, {"a": 0}, None, "checkpoint_", False, manager, True) == {"a": 1}
-    assert manager.waited == 1
+URLS = ["hdfs://host/dir", "ftp://host", "s3:/bucket/dir", "gs:///dir", Path("s3://bucket/dir"), Path("gs://bucket")]
 
 
-@pytest.mark.parametrize("url", ["hdfs://host/dir", "ftp://host/dir", "s3:/bucket/dir", "gs:///dir"])
-def test_urls_that_lead_nowhere_are_refused_clearly(url: str) -> None:
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("step", [1, None])
+def test_urls_that_lead_nowhere_are_refused_clearly(url: Any, step: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """No known scheme, no bucket, or a slash too few: an error that says so, not a folder called gs:."""
+    monkeypatch.chdir(tmp_path)
+    told = "the scheme '.*://' is unknown" if str(url).startswith(("hdfs", "ftp")) else "s3://|pathlib|bucket"
     for call in (
         lambda: ours.save_checkpoint(url, {"a": 1}, 1),
-        lambda: ours.restore_checkpoint(url, None),
+        lambda: ours.restore_checkpoint(url, None, step),
         lambda: ours.latest_checkpoint(url),
+        lambda: save(url, {"a": 1}, step=step),
+        lambda: restore(url, step=step),
     ):
-        is_unknown = url.startswith(("hdfs", "ftp"))
-        with pytest.raises(
-            CheckpointError, match="the scheme '.*://' is unknown" if is_unknown else "s3://|pathlib|bucket"
-        ):
+        with pytest.raises(StorageError, match=told):
             call()
+    assert os.listdir(tmp_path) == []

@@ -281,15 +281,3 @@ def test_compression_of_the_call_beats_the_setting(tmp_path: Path) -> None:
         assert _codec(save(tmp_path / "c", zeros, format="orbax"))
         assert not _codec(save(tmp_path / "d", zeros, format="orbax", compression=None))
         save(tmp_path / "e", zeros, format="msgpack")
-
-
-def test_urls_of_unknown_schemes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheme that no store has is a StorageError, and so is what pathlib makes of a URL; not a local directory."""
-    monkeypatch.chdir(tmp_path)
-    for step in (None, 1):
-        for url in ("hdfs://node/model", "ftp://model", Path("s3://bucket/model"), Path("gs://bucket")):
-            with pytest.raises(errors.StorageError, match=r"scheme|pathlib"):
-                save(url, tree(1), step=step)
-            with pytest.raises(errors.StorageError, match=r"scheme|pathlib"):
-                restore(url, step=step)
-    assert names(tmp_path) == []

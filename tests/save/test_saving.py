@@ -142,6 +142,7 @@ def test_managers_are_accepted_and_waited_for(flag: bool, tmp_path: Path) -> Non
     manager.wait_previous_save()
     assert (path, waiter.waits) == (str(tmp_path / "c_1"), 1)
     assert ours.restore_checkpoint(tmp_path, None, None, "c_", True, waiter, False, None, None)["n"] == 1
+    assert waiter.waits == 2
     for step, nothing in enumerate((None, False, 0), 2):
         path = ours.save_checkpoint(tmp_path, tree(step), step, "c_", 2, True, None, nothing, nothing)
         assert (path, ours.available_steps(tmp_path, "c_")) == (str(tmp_path / f"c_{step}"), [step - 1, step])
