@@ -12,10 +12,10 @@ from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess, writer
-from .msgpack_file import OpenMsgpack
 from .open_index import holds_array, open_database
 from .reader import OrbaxReader
 from .save_plan import SavePlan, make_plan
+from .tree_structure import OpenMsgpack
 
 __all__ = ["OrbaxBackend"]
 

@@ -1,25 +1,29 @@
-"""Describe the leaves of a directory as handles, with how each is stored, and build their tree."""
+"""Describe the leaves of a directory as handles, with how each is stored as an array, and decode them."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
+import numpy as np
 
-from .decode_leaves import KEY_WIDTHS, Described, StoredLeaf, describe_leaf
-from .files import corrupt, corrupt_leaf
-from .msgpack_file import Kinds
+from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.array_boxes import Box
+from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.memory import MAX_PACKED_RANK, view_as
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node
+
+from .files import corrupt_leaf
 from .open_index import Index
+from .read_plan import BoxLayout
 from .tree_structure import UNKNOWN, LeafEntry, Structure
-from .type_annotations import ContainerType, LeafType
+from .type_annotations import LeafType
 from .zarr import ArrayInfo, UnsupportedArrayError, parse_array_metadata
 
 _EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
@@ -28,14 +32,16 @@ _ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, layout.SCALAR, UNKN
 _STORED_TYPES = _ARRAY_TYPES | {layout.STRING}
 _UNANNOTATED = LeafType()
 _IMPLEMENTATIONS = {2: "threefry2x32", 4: "rbg"}  # of PRNG keys, by the width of their data
+_SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
+_FROM_SCALAR = {kind: python for python, kind in KIND_OF_NUMBER.items()}
+_TEXTS = ("str", "bytes")  # numpy's text scalars, which a numpy array would cut at zeros
+# The data of a key of jax's own implementations has so many uint32.
+_KEY_WIDTHS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
+_MAX_BOXES = 64  # that are kept of a leaf: a process has one for each of its devices
+# Arrays up to this size that are inline in the database share memory.
+_SMALL_BYTES = 4096
+Described = tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int]  # kind, shape, dtype and size of a `LeafHandle`
 _log = logging.getLogger("flax_ckpt_compat")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unsupported:
-    """The locator of a leaf that this release does not read."""
-
-    what: str  # goes on after "it is"
 
 
 class LeafDescriptions:
@@ -44,7 +50,6 @@ class LeafDescriptions:
     def __init__(self, reader: Reader, structure: Structure, index: Index) -> None:
         """Prepare to describe them; ``reader`` is the one that reads them, and ``index`` has the arrays."""
         self._reader, self._structure, self._index, self._path = reader, structure, index, reader.path
-        self._values = {} if structure.aggregate is None else structure.aggregate.values
         self._stored: dict[Any, StoredLeaf] = {}
 
     def handles(self) -> list[Node]:
@@ -58,7 +63,7 @@ class LeafDescriptions:
     def _leaf(self, entry: LeafEntry) -> Node:
         path, value_type, skipped = entry.path, entry.value_type, entry.skipped
         # A value in the msgpack file overrides the arrays, as in real Orbax.
-        if self._values and (inner := self._values.get(path)) is not None:
+        if (inner := self._structure.values.get(path)) is not None:
             return self._handle(entry, (inner.kind, inner.shape, inner.dtype, inner.nbytes), inner)
         try:
             stored = self._stored_leaf(entry) if value_type in _ARRAY_TYPES and not skipped else None
@@ -137,7 +142,7 @@ class LeafDescriptions:
             is_unlisted = entry.write_shape is not None and entry.name not in self._structure.key_impls
             if not (is_unlisted and entry.value_type == layout.JAX_ARRAY and isinstance(leaf, LeafHandle)):
                 continue
-            if leaf.dtype == "uint32" and leaf.shape and leaf.shape[-1] in KEY_WIDTHS.values():
+            if leaf.dtype == "uint32" and leaf.shape and leaf.shape[-1] in _KEY_WIDTHS.values():
                 leaf.possible_kinds |= {LeafKind.PRNG_KEY}
                 doubtful.append(leaf.name)
         if doubtful:
@@ -156,64 +161,126 @@ class LeafDescriptions:
             )
 
     def _unsupported(self, entry: LeafEntry, what: str) -> Node:
-        return self._handle(entry, (LeafKind.UNSUPPORTED, (), None, 0), Unsupported(what))
+        return self._handle(entry, (LeafKind.UNSUPPORTED, (), None, 0), UnsupportedArrayError(what))
 
 
-def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
-    """Return the tree of leaves, one per entry; raise if the entries do not form a tree."""
-    containers = structure.containers
-    if structure.is_single_array:
-        return leaves[0]
-    if not leaves or (len(leaves) == 1 and not structure.entries[0].path):
-        return _annotated(leaves[0] if leaves else Branch({}), containers.get(()))
-    # Path of each branch → the branch, and Orbax's key types on the way to its children.
-    branches, file = dict[Path, tuple[Branch, Kinds]](), structure.location / layout.TREE_METADATA
-    for entry, leaf in zip(structure.entries, leaves, strict=True):
-        _put(branches, file, entry.path, entry.kinds, leaf)
-    for path, (branch, _) in branches.items():
-        if branch.container is Container.LIST:
-            expected = [str(index) for index in range(len(branch.children))]
-            if branch.children.keys() != set(expected):
-                found = f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}"
-                raise corrupt(file, f"{found}, expected 0 to {len(expected) - 1}")
-            branch.children = {index: branch.children[index] for index in expected}
-    for path, annotation in containers.items():
-        if path in branches:
-            _annotated(branches[path][0], annotation)
-        elif path and path[:-1] in branches and path[-1] in (children := branches[path[:-1]][0].children):
-            children[path[-1]] = _annotated(children[path[-1]], annotation)
-    return branches[()][0]
+class StoredLeaf:
+    """Storage of leaves of one type as arrays; the locator of their handles."""
+
+    def __init__(
+        self,
+        info: ArrayInfo,
+        kind: LeafKind,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        text: str | None = None,
+        impl: str | None = None,
+        possible_kinds: frozenset[LeafKind] = frozenset(),
+    ) -> None:
+        # shape, dtype: of the decoded array; they differ from the stored ones for dtypes that zarr lacks.
+        # text: ``str`` or ``bytes`` for a numpy text scalar. impl: implementation of a PRNG key.
+        # possible_kinds: see `LeafHandle`.
+        self.info, self.kind, self.shape, self.dtype = info, kind, shape, dtype
+        self.text, self.impl, self.possible_kinds = text, impl, possible_kinds
+        has_shape = kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
+        shown = None if not has_shape and kind is not LeafKind.NUMPY_SCALAR else np.dtype(text or dtype)
+        self.described: Described = kind, shape if has_shape else (), shown, math.prod(shape) * dtype.itemsize
+        self.is_plain = kind is LeafKind.ARRAY and dtype == info.dtype  # whether the array is the leaf
+        # Whether chunks are so small that they may be in the index, and are packed.
+        self.has_small_chunks = info.chunk_nbytes <= _SMALL_BYTES and len(info.shape) <= MAX_PACKED_RANK
+        self.chunk_nbytes, self.whole = info.chunk_nbytes, BoxLayout(info)
+        # By id: quick for boxes that many leaves share, as those of a sharding. Each entry holds its box.
+        self._boxes: dict[int, tuple[Box, BoxLayout]] = {}
+
+    def layout_of(self, box: Box) -> BoxLayout:
+        """Return the layout of a box; the stored array may have one more axis."""
+        known = self._boxes.get(id(box))
+        if known is not None:
+            return known[1]
+        layout = BoxLayout(self.info, (*box, *array_boxes.full_box(self.info.shape[len(box) :])))
+        if len(self._boxes) < _MAX_BOXES:
+            self._boxes[id(box)] = box, layout
+        return layout
+
+    def decode(self, array: np.ndarray[Any, Any]) -> Any:
+        """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""
+        if self.kind is LeafKind.PRNG_KEY:
+            return KeyData(str(self.impl), array)
+        if self.kind in _FROM_SCALAR:
+            return _FROM_SCALAR[self.kind](array[()])
+        if self.kind is LeafKind.BYTES:
+            return array.tobytes()
+        if self.kind is LeafKind.STR:
+            return _utf8(array)
+        if self.text is not None:
+            return np.str_(_utf8(array)) if self.text == "str" else np.bytes_(array.tobytes())
+        if array.dtype != self.dtype:
+            array = view_as(array, self.dtype, array.shape if len(self.shape) == array.ndim else array.shape[:-1])
+        return array[()] if self.kind is LeafKind.NUMPY_SCALAR else array
 
 
-def _put(branches: dict[Path, tuple[Branch, Kinds]], file: Location, path: Path, kinds: Kinds, node: Node) -> None:
-    """Put a node into its branch, which is made if it is not there yet."""
-    if not path:
-        raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
-    parent, name = path[:-1], path[-1]
-    if parent not in branches:
-        branch = Branch({}, Container.LIST if kinds[-1] == layout.SEQUENCE_KEY else Container.DICT)
-        branches[parent] = branch, kinds
-        if parent:
-            _put(branches, file, parent, kinds[:-1], branch)
-    branch, expected = branches[parent]
-    if kinds != expected:
-        if kinds[:-1] != expected[:-1]:
-            raise corrupt(file, f"the leaf {show_path(path)!r} contradicts the entries before it")
-        branch.container = Container.DICT  # children by index and by name, as of `flax.nnx.List`
-    if name in branch.children:
-        raise corrupt(file, f"the leaf {show_path(path)!r} is listed twice, or as both a leaf and a branch")
-    branch.children[name] = node
-
-
-def _annotated(node: Node, annotation: ContainerType | None) -> Node:
-    """Apply an annotation to a branch, or to a node without values."""
+def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None, key_impl: str | None) -> StoredLeaf:
+    """Return how a leaf is stored; raise ValueError if its annotation (None: of another writer) contradicts that."""
+    possible_kinds = frozenset[LeafKind]()
     if annotation is None:
-        return node
-    if node is None and annotation.container is Container.NAMEDTUPLE:
-        return Branch({}, Container.NAMEDTUPLE)
-    if isinstance(node, Branch):
-        if node.container.is_sequence == annotation.container.is_sequence:
-            node.container = annotation.container
-            node.type_name = annotation.type_name
-        node.int_keys = annotation.int_keys & frozenset(node.children)
-    return node
+        kind, possible_kinds = _kinds_of(value_type, info)
+        annotation = LeafType(None if kind is LeafKind.ARRAY else kind)
+    impl = annotation.impl or key_impl
+    if impl is not None:
+        width = _KEY_WIDTHS.get(impl, info.shape[-1] if info.shape else 0)
+        if info.dtype.str[1:] != "u4" or info.shape[-1:] != (width,):
+            raise ValueError(f"it is a PRNG key of {impl!r}, but {info.dtype.name}{list(info.shape)} is stored")
+        return StoredLeaf(info, LeafKind.PRNG_KEY, info.shape, info.dtype, None, impl, possible_kinds)
+    if annotation.dtype in _TEXTS or annotation.kind in (LeafKind.BYTES, LeafKind.STR):
+        if len(info.shape) != 1 or info.dtype != np.uint8:
+            found = f"{info.dtype.name}{list(info.shape)}"
+            raise ValueError(f"the type annotation says text or bytes, but {found} is stored")
+        return StoredLeaf(info, annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, annotation.dtype)
+    shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
+    is_scalar = value_type == layout.SCALAR and info.shape == ()
+    kind = annotation.kind or (_scalar_kind(info.dtype) if is_scalar else LeafKind.ARRAY)
+    if annotation.kind is LeafKind.PRNG_KEY:
+        raise ValueError("the type annotation of a PRNG key names no implementation")
+    if kind is not LeafKind.ARRAY and shape != ():
+        raise ValueError(f"the type annotation says {kind.value}, but {dtype.name}{list(shape)} is stored")
+    if annotation.kind in _FROM_SCALAR and kind is not _scalar_kind(dtype):
+        raise ValueError(f"the type annotation says {kind.value}, but {dtype.name} is stored")
+    return StoredLeaf(info, kind, shape, dtype, possible_kinds=possible_kinds)
+
+
+def _annotated_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a leaf that is stored with others."""
+    dtype = dtype_from_name(name)
+    if dtype.itemsize == info.dtype.itemsize and dtype.kind not in "US":
+        return info.shape, dtype
+    if info.dtype == np.uint8 and info.shape and info.shape[-1] == dtype.itemsize:
+        return info.shape[:-1], dtype
+    raise ValueError(f"the type annotation says {dtype.name}, but {info.dtype.name}{list(info.shape)} is stored")
+
+
+def _kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[LeafKind]]:
+    """Return the kind of a leaf without a type annotation, and the other kinds it may have been.
+
+    Orbax stores Python numbers and numpy scalars alike as 0-d arrays, and until 0.4.2 0-d arrays in the same way.
+    Python's numbers are stored with 64 bits, bools with one byte (0.1.8 to 0.12.8, measured).
+    """
+    if value_type not in (layout.SCALAR, layout.NP_ARRAY, UNKNOWN) or info.shape != ():
+        return LeafKind.ARRAY, frozenset()
+    python = _scalar_kind(info.dtype)
+    as_python = info.dtype.kind == "b" or (info.dtype.kind in "iuf" and info.dtype.itemsize == 8)
+    scalars = frozenset([python, LeafKind.NUMPY_SCALAR])
+    if value_type == layout.SCALAR:
+        kind = python if as_python else LeafKind.NUMPY_SCALAR
+        return kind, scalars - {kind}
+    if value_type == layout.NP_ARRAY or not as_python:
+        # StandardCheckpointHandler stores numpy scalars as arrays.
+        return LeafKind.ARRAY, frozenset([LeafKind.NUMPY_SCALAR])
+    return python, frozenset([LeafKind.ARRAY, LeafKind.NUMPY_SCALAR])
+
+
+def _scalar_kind(dtype: np.dtype[Any]) -> LeafKind:
+    return _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT)
+
+
+def _utf8(array: np.ndarray[Any, Any]) -> str:
+    return array.tobytes().decode("utf-8", "surrogatepass")

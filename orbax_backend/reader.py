@@ -16,15 +16,14 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from .chunk_codecs import RAW, UndecodableChunkError
-from .decode_leaves import StoredLeaf
 from .files import corrupt_leaf, list_names, read_json
-from .leaf_handles import LeafDescriptions, Unsupported, build_tree
-from .msgpack_file import OpenMsgpack
+from .leaf_handles import LeafDescriptions, StoredLeaf
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead, BoxLayout
 from .recorded_checksums import Checksums
-from .tree_structure import Structure, implementations_in, read_structure
+from .tree_structure import OpenMsgpack, Structure, build_tree, implementations_in
+from .zarr import UnsupportedArrayError
 
 _FILES = {*layout.TREE_FILES, *layout.STEP_FILES, layout.JAX_KEY_METADATA}
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
@@ -50,8 +49,8 @@ class OrbaxReader(Reader):
         recorded = self._recorded = Checksums(location) if verify else None
         check = None if recorded is None else recorded.check_file
         with contextlib.ExitStack() as on_failure:
-            structure = self._structure = read_structure(location, open_msgpack, check, on_failure)
-            entries, self._aggregate = structure.entries, structure.aggregate
+            structure = self._structure = Structure(location, open_msgpack, check, on_failure)
+            entries = structure.entries
             names = [entry.name for entry in entries if not entry.skipped and entry.value_type != layout.STRING]
             self._index = open_index(location, names, structure.use_ocdbt) if names else Index(location, {})
             self._arrays = ArrayReader(self.location, self._index, structure.fills_missing, recorded)
@@ -91,8 +90,8 @@ class OrbaxReader(Reader):
                 keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
-            elif isinstance(leaf, Unsupported):
-                what = f"it is {leaf.what}, which this release does not read"
+            elif isinstance(leaf, UnsupportedArrayError):
+                what = f"it is {leaf}, which this release does not read"
                 raise corrupt_leaf(self.path, handle.path, what, UnrecognizedFormatError, _OF_HANDLER)
             else:
                 values[number] = leaf
@@ -159,8 +158,8 @@ class OrbaxReader(Reader):
     def close(self) -> None:
         """Close the reader; between reads only the msgpack file of old releases is open."""
         self._is_closed = True
-        if self._aggregate is not None:
-            self._aggregate.reader.close()
+        if self._structure.msgpack is not None:
+            self._structure.msgpack.close()
 
     def _read_inline(
         self,

@@ -1,33 +1,40 @@
-"""Read the stored tree and the other JSON files of a checkpoint, without reading arrays."""
+"""Read the stored tree, from the JSON files of a checkpoint or the msgpack file of old releases, without its arrays.
+
+That is the file ``checkpoint``, which Orbax wrote until 0.5.15. Each leaf is its value or a placeholder text; as in
+real Orbax, what follows the placeholder's scheme is ignored (format of releases 0.1 to 0.5, measured).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
-from .files import Check, corrupt, corrupt_leaf, list_names, read_json
-from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
+from .files import Check, CheckpointFiles, corrupt, corrupt_leaf, list_names, read_json
 from .open_index import holds_array, process_databases
+from .save_plan import EMPTY_MARKERS
 from .shardings import read_shardings
-from .type_annotations import ContainerType, LeafType, parse_annotations, parse_rich_types
+from .type_annotations import parse_annotations, parse_rich_types
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
 _KINDS = frozenset([layout.SEQUENCE_KEY, layout.DICT_KEY])
 _key_of, _kind_of = operator.itemgetter("key"), operator.itemgetter("key_type")
+# The second prefix is of releases up to 0.0.22 (history of Orbax).
+_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
+Kinds = tuple[int, ...]  # Orbax's key type of each name of a path
+OpenMsgpack = Callable[[Location], Reader]
 
 
 class LeafEntry(NamedTuple):
@@ -41,25 +48,51 @@ class LeafEntry(NamedTuple):
     write_shape: Any  # shape of what was written at once, unchecked; None of releases without ``array_metadatas``
 
 
-@dataclasses.dataclass
 class Structure:
-    """The content of a checkpoint's JSON files."""
+    """The content of the files that describe the tree."""
 
-    location: Location  # directory of the checkpoint
-    entries: list[LeafEntry]  # entries of the tree, in stored order
-    use_ocdbt: bool  # storage format of arrays, like the next
-    zarr3: bool
-    fills_missing: bool  # whether chunks of only the fill value were not stored
-    leaf_types: dict[str, LeafType] | None  # our type annotations by name, or None in a checkpoint of another writer
-    containers: dict[Path, ContainerType]  # types of branches, from these or Orbax's own
-    strings: dict[str, Any] | None  # content of ``_strings.json``, or None
-    # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there are
-    # annotations.
-    key_impls: dict[str, str | None]
-    is_single_array: bool  # whether it is an item of one array, without a tree
-    is_typed_key: bool  # whether that array is the data of a typed PRNG key
-    aggregate: Aggregate | None  # msgpack file of old releases, or None
-    check: Check | None  # checks a file's content before it is decoded, or None
+    def __init__(
+        self, location: Location, open_msgpack: OpenMsgpack, check: Check | None, on_failure: contextlib.ExitStack
+    ) -> None:
+        """Read the files, each content checked by ``check``; ``on_failure`` closes the msgpack file."""
+        if location.listing is not None:  # which keeps what is read ahead
+            location.prefetch([layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, layout.CHECKSUMS])
+        self.location, self.check = location, check  # directory of the checkpoint
+        file, metadata = location / layout.TREE_METADATA, read_json(location, layout.TREE_METADATA, check)
+        fields = metadata or {}
+        annotations = parse_annotations(fields.get("custom_metadata"), file.path)
+        # The msgpack file of old releases, or None, and path → handle of each leaf with its value in it.
+        self.msgpack = _open_msgpack(location, open_msgpack) if annotations is None else None
+        if self.msgpack is not None:
+            on_failure.callback(self.msgpack.close)
+        aggregated = [] if self.msgpack is None else list(_aggregated(self.msgpack.tree))
+        self.values = {entry.path: leaf for entry, leaf in aggregated if leaf is not None}
+        # Storage format of arrays, like the next. Releases before 0.11.31 did not record it (history of Orbax).
+        recorded = fields.get("use_ocdbt")
+        self.use_ocdbt = recorded if isinstance(recorded, bool) else _holds_database(location)
+        self.zarr3 = fields.get("use_zarr3") is True
+        # Whether chunks of only the fill value were not stored.
+        self.fills_missing = fields.get("store_array_data_equal_to_fill_value") is not True
+        self.entries: list[LeafEntry]  # of the tree, in stored order
+        if metadata is not None:
+            self.entries = _parse_entries(file, metadata)
+        elif self.msgpack is not None:
+            self.entries = [entry for entry, _ in aggregated]
+        else:
+            self.entries = [_array_item(location, self.use_ocdbt)]
+        # Our type annotations by name, or None in a checkpoint of another writer.
+        self.leaf_types = None if annotations is None else annotations.leaves
+        # Types of branches, from these or Orbax's own.
+        self.containers = {**parse_rich_types(fields), **(annotations.containers if annotations else {})}
+        self.strings = _read_strings(location, self.entries, check)  # content of ``_strings.json``, or None
+        # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there
+        # are annotations.
+        self.key_impls = {} if annotations is not None else _read_key_impls(location, self.entries)
+        alone = [entry[:2] for entry in self.entries[:2]] == [((layout.SINGLE_ARRAY,), (layout.DICT_KEY,))]
+        has_array = alone and self.msgpack is None
+        # Whether it is an item of one array, without a tree, and whether that is the data of a typed PRNG key.
+        self.is_single_array = has_array and (metadata is None or is_single_array(location, metadata, self.use_ocdbt))
+        self.is_typed_key = has_array and is_typed_key(location)
 
     @functools.cached_property
     def shardings(self) -> dict[str, str]:
@@ -75,45 +108,6 @@ class Structure:
             return value
         lack = "is missing" if self.strings is None else "has no such text"
         raise corrupt_leaf(self.location.path, entry.path, f"it is a text in the file {layout.STRINGS}, which {lack}")
-
-
-def read_structure(
-    location: Location,
-    open_msgpack: OpenMsgpack,
-    check: Check | None,
-    on_failure: contextlib.ExitStack,
-) -> Structure:
-    """Read the files that describe the tree: without ``_METADATA`` the msgpack file, which ``on_failure`` closes."""
-    if location.listing is not None:  # which keeps what is read ahead
-        location.prefetch([layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, layout.CHECKSUMS])
-    file, metadata = location / layout.TREE_METADATA, read_json(location, layout.TREE_METADATA, check)
-    fields = metadata or {}
-    annotations = parse_annotations(fields.get("custom_metadata"), file.path)
-    aggregate = open_aggregate(location, open_msgpack) if annotations is None else None
-    if aggregate is not None:
-        on_failure.callback(aggregate.reader.close)
-    use_ocdbt = fields.get("use_ocdbt")
-    if not isinstance(use_ocdbt, bool):
-        # Releases before 0.11.31 did not record it (history of Orbax).
-        use_ocdbt = _holds_database(location)
-    entries = _infer_entries(location, aggregate, use_ocdbt) if metadata is None else _parse_entries(file, metadata)
-    alone = [entry[:2] for entry in entries[:2]] == [((layout.SINGLE_ARRAY,), (layout.DICT_KEY,))]
-    has_array = alone and aggregate is None
-    return Structure(
-        location=location,
-        entries=entries,
-        use_ocdbt=use_ocdbt,
-        zarr3=fields.get("use_zarr3") is True,
-        fills_missing=fields.get("store_array_data_equal_to_fill_value") is not True,
-        leaf_types=None if annotations is None else annotations.leaves,
-        containers={**parse_rich_types(fields), **(annotations.containers if annotations else {})},
-        strings=_read_strings(location, entries, check),
-        key_impls={} if annotations is not None else _read_key_impls(location, entries),
-        is_single_array=has_array and (metadata is None or is_single_array(location, metadata, use_ocdbt)),
-        is_typed_key=has_array and is_typed_key(location),
-        aggregate=aggregate,
-        check=check,
-    )
 
 
 def _holds_database(location: Location) -> bool:
@@ -147,21 +141,60 @@ def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
     return list(map(tuple.__new__, itertools.repeat(LeafEntry), rows))  # without Python code for each
 
 
-def _infer_entries(location: Location, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
-    """Return the entries of a directory without ``_METADATA``: from the msgpack file, or of a single array."""
-    if aggregate is not None:
-        return [_untyped_entry(*leaf, aggregate.folders.get(leaf[0])) for leaf in aggregate.leaves]
+def _open_msgpack(location: Location, open_msgpack: OpenMsgpack) -> Reader | None:
+    """Open the msgpack file of a checkpoint directory; return None if there is none."""
+    file = location / layout.MSGPACK_FILE
+    if not file.isfile():
+        return None
+    CheckpointFiles(location).check(layout.MSGPACK_FILE)
+    return open_msgpack(file)
+
+
+def _aggregated(node: Node, path: Path = (), kinds: Kinds = ()) -> Iterator[tuple[LeafEntry, LeafHandle | None]]:
+    """Yield the entry of each leaf of a msgpack file, in stored order, with its handle if its value is in the file."""
+    name, value_type, value = layout.leaf_name(path), UNKNOWN, None
+    if (folder := _folder_of_spec(node)) is not None:
+        name = folder
+    elif isinstance(node, Branch) and node.children:
+        below = (*kinds, layout.SEQUENCE_KEY if node.container.is_sequence else layout.DICT_KEY)
+        for key, child in node.children.items():
+            yield from _aggregated(child, (*path, key), below)
+        return
+    elif isinstance(node, Branch):
+        value_type = EMPTY_MARKERS[node.container]
+    elif node is None:
+        value_type = layout.NONE
+    elif not (node.kind is LeafKind.STR and str(node.read()).startswith(_PLACEHOLDERS)):
+        value = node
+    yield LeafEntry(path, kinds, name, value_type, value is not None or value_type != UNKNOWN, None), value
+
+
+def _folder_of_spec(node: Node) -> str | None:
+    """Return the folder, beside the file, of the array that a spec of TensorStore describes; None for other nodes.
+
+    The folder may have been moved since T5X wrote its path, which for buckets older specs have beside the kvstore
+    (t5x/checkpoints.py, 2021 to 2024, documented)."""
+    if not isinstance(node, Branch) or "driver" not in node.children:
+        return None
+    if "base" in node.children:  # of the driver ``cast``
+        return _folder_of_spec(node.children["base"])
+    kvstore = node.children.get("kvstore")
+    if not isinstance(kvstore, Branch):
+        return None
+    at = kvstore.children.get("path", node.children.get("path"))
+    if not isinstance(at, LeafHandle) or at.kind is not LeafKind.STR:
+        return None
+    return str(at.read()).rstrip("/").rpartition("/")[2] or None
+
+
+def _array_item(location: Location, use_ocdbt: bool) -> LeafEntry:
+    """Return the entry of an array item, which has neither ``_METADATA`` nor a msgpack file; raise if it is none."""
     with contextlib.suppress(errors.CorruptCheckpointError):
         folder = location / layout.SINGLE_ARRAY  # of array items without OCDBT
         in_folder = any((folder / name).isfile() for name in layout.ARRAY_METADATA_FILES)
         if in_folder or (use_ocdbt and holds_array(location)):
-            return [_untyped_entry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), None)]
+            return LeafEntry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), layout.SINGLE_ARRAY, UNKNOWN, False, None)
     raise _missing_structure(location)
-
-
-def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name: str | None = None) -> LeafEntry:
-    value_type = leaf if isinstance(leaf, str) else UNKNOWN
-    return LeafEntry(path, kinds, layout.leaf_name(path) if name is None else name, value_type, leaf is not None, None)
 
 
 def _missing_structure(location: Location) -> Exception:
@@ -244,3 +277,63 @@ def _handlers(location: Location) -> Any:
         metadata = read_json(location, layout.STEP_METADATA)
         return None if metadata is None else metadata.get("item_handlers", "")
     return None
+
+
+def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
+    """Return the tree of leaves, one per entry; raise if the entries do not form a tree."""
+    containers = structure.containers
+    if structure.is_single_array:
+        return leaves[0]
+    if not leaves or (len(leaves) == 1 and not structure.entries[0].path):
+        return _annotated(leaves[0] if leaves else Branch({}), containers.get(()))
+    # Path of each branch → the branch, and Orbax's key types on the way to its children.
+    branches, file = dict[Path, tuple[Branch, Kinds]](), structure.location / layout.TREE_METADATA
+    for entry, leaf in zip(structure.entries, leaves, strict=True):
+        _put(branches, file, entry.path, entry.kinds, leaf)
+    for path, (branch, _) in branches.items():
+        if branch.container is Container.LIST:
+            expected = [str(index) for index in range(len(branch.children))]
+            if branch.children.keys() != set(expected):
+                found = f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}"
+                raise corrupt(file, f"{found}, expected 0 to {len(expected) - 1}")
+            branch.children = {index: branch.children[index] for index in expected}
+    for path, annotation in containers.items():
+        if path in branches:
+            _annotated(branches[path][0], annotation)
+        elif path and path[:-1] in branches and path[-1] in (children := branches[path[:-1]][0].children):
+            children[path[-1]] = _annotated(children[path[-1]], annotation)
+    return branches[()][0]
+
+
+def _put(branches: dict[Path, tuple[Branch, Kinds]], file: Location, path: Path, kinds: Kinds, node: Node) -> None:
+    """Put a node into its branch, which is made if it is not there yet."""
+    if not path:
+        raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
+    parent, name = path[:-1], path[-1]
+    if parent not in branches:
+        branch = Branch({}, Container.LIST if kinds[-1] == layout.SEQUENCE_KEY else Container.DICT)
+        branches[parent] = branch, kinds
+        if parent:
+            _put(branches, file, parent, kinds[:-1], branch)
+    branch, expected = branches[parent]
+    if kinds != expected:
+        if kinds[:-1] != expected[:-1]:
+            raise corrupt(file, f"the leaf {show_path(path)!r} contradicts the entries before it")
+        branch.container = Container.DICT  # children by index and by name, as of `flax.nnx.List`
+    if name in branch.children:
+        raise corrupt(file, f"the leaf {show_path(path)!r} is listed twice, or as both a leaf and a branch")
+    branch.children[name] = node
+
+
+def _annotated(node: Node, annotation: Branch | None) -> Node:
+    """Apply an annotation to a branch, or to a node without values."""
+    if annotation is None:
+        return node
+    if node is None and annotation.container is Container.NAMEDTUPLE:
+        return Branch({}, Container.NAMEDTUPLE)
+    if isinstance(node, Branch):
+        if node.container.is_sequence == annotation.container.is_sequence:
+            node.container = annotation.container
+            node.type_name = annotation.type_name
+        node.int_keys = annotation.int_keys & frozenset(node.children)
+    return node

@@ -36,21 +36,12 @@ class LeafType(NamedTuple):  # which hashes quickly: readers look every leaf's u
     impl: str | None = None  # implementation of a PRNG key
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContainerType:
-    """The type of a branch that Orbax's format would not restore."""
-
-    container: Container
-    int_keys: frozenset[str] = frozenset()
-    type_name: str = ""  # of a namedtuple's class
-
-
 @dataclasses.dataclass(slots=True)
 class TypeAnnotations:
-    """The annotations of a checkpoint: of leaves by stored name, of containers by key path."""
+    """The annotations of a checkpoint: of leaves by stored name, of containers, without their children, by key path."""
 
     leaves: dict[str, LeafType] = dataclasses.field(default_factory=dict)
-    containers: dict[Path, ContainerType] = dataclasses.field(default_factory=dict)
+    containers: dict[Path, Branch] = dataclasses.field(default_factory=dict)
 
     def add_branch(self, path: Path, branch: Branch) -> None:
         """Annotate a branch if Orbax's format would restore another container."""
@@ -58,7 +49,7 @@ class TypeAnnotations:
         # Orbax's format has a marker for empty tuples.
         tuples = branch.container is Container.TUPLE and bool(branch.children)
         if empty_namedtuple or tuples or branch.int_keys:
-            self.containers[path] = ContainerType(branch.container, branch.int_keys)
+            self.containers[path] = Branch({}, branch.container, branch.int_keys)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value of ``custom_metadata``."""
@@ -84,7 +75,7 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
     try:
         leaves = {str(name): _leaf_from_json(annotation) for name, annotation in value["leaves"].items()}
         containers = {
-            tuple(path): ContainerType(Container(container), _ints(int_keys))
+            tuple(path): Branch({}, Container(container), _ints(int_keys))
             for path, container, int_keys in value["containers"]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -93,11 +84,11 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
     return TypeAnnotations(leaves, containers)
 
 
-def parse_rich_types(metadata: Mapping[str, Any]) -> dict[Path, ContainerType]:
+def parse_rich_types(metadata: Mapping[str, Any]) -> dict[Path, Branch]:
     """Return the tuples and namedtuples of a tree that Orbax saved with ``support_rich_types``; empty without it.
 
     What does not decode counts as not recorded: the entries of the tree tell all else."""
-    text, found = metadata.get("value_metadata_tree"), dict[Path, ContainerType]()
+    text, found = metadata.get("value_metadata_tree"), dict[Path, Branch]()
     if isinstance(text, str):
         try:
             _add_rich_types(json.loads(text), (), found)
@@ -106,16 +97,16 @@ def parse_rich_types(metadata: Mapping[str, Any]) -> dict[Path, ContainerType]:
     return found
 
 
-def _add_rich_types(node: Any, path: Path, found: dict[Path, ContainerType]) -> None:
+def _add_rich_types(node: Any, path: Path, found: dict[Path, Branch]) -> None:
     # In a user's dict, "category" is a node: an object or a list.
     category = node.get("category") if isinstance(node, dict) else None
     children: list[tuple[str, Any]] = []
     if category == "namedtuple":
         children = [(entry["key"], entry["value"]) for entry in node["entries"]]
-        found[path] = ContainerType(Container.NAMEDTUPLE, type_name=str(node["clazz"]))
+        found[path] = Branch({}, Container.NAMEDTUPLE, type_name=str(node["clazz"]))
     elif category == "custom" and node["clazz"] == "tuple":
         children = [(str(index), child) for index, child in enumerate(node["entries"])]
-        found[path] = ContainerType(Container.TUPLE)
+        found[path] = Branch({}, Container.TUPLE)
     elif isinstance(node, list):
         children = [(str(index), child) for index, child in enumerate(node)]
     elif isinstance(node, dict) and not isinstance(category, str):

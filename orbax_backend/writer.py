@@ -3,7 +3,6 @@
     _METADATA                    the tree, and our type annotations (type_annotations.py)
     _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays
     _strings.json                leaves of type str
-    checkpoint                   the tree again, if releases up to 0.5 shall read it (msgpack_file.py)
     manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (ocdbt_writer.py, zarr.py)
     _CHECKPOINT_METADATA         when the save was
     flax_ckpt_compat.checksums   of the arrays and of the files above (recorded_checksums.py)
