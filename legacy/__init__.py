@@ -7,8 +7,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from . import gda_write
-from .check_tree import check_tree
-from .encode import write_tree
+from .encode import check_tree, write_tree
 from .reader import MsgpackReader
 
 

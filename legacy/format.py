@@ -48,13 +48,8 @@ MAX_DIMS = 64  # numpy's own limit
 # Raised while decoding a damaged extension value.
 DECODE_ERRORS = (ValueError, TypeError, IndexError, OverflowError, msgpack.UnpackException)
 
-# Kind and size in memory of Python numbers.
-NUMBERS = {
-    bool: (LeafKind.BOOL, 1),
-    int: (LeafKind.INT, 8),
-    float: (LeafKind.FLOAT, 8),
-    complex: (LeafKind.COMPLEX, 16),
-}
+# Sizes in memory of Python numbers.
+NUMBER_NBYTES = {bool: 1, int: 8, float: 8, complex: 16}
 
 
 class FileRanges(NamedTuple):

@@ -40,8 +40,7 @@ from flax_ckpt_compat._core.tree import (
 )
 
 from . import format
-from .check_tree import check_tree
-from .encode import write_tree
+from .encode import check_tree, write_tree
 from .gda_read import ZSTD_LEVEL, with_sum
 
 # Syncing and requests mostly wait.

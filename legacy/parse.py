@@ -13,19 +13,18 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Numbers, Path, from_leaves, show_path
 
 from . import format, gda_read
-from .find_arrays import TOO_DEEP, Scanner
+from .find_arrays import TOO_DEEP, Scanner, Window
 from .format import ArrayHeader, FileRanges
-from .read_bytes import Window
 
 _Array = tuple[ArrayHeader, FileRanges]
 _TEXT = frozenset({str})
-_NUMBERS = frozenset({*format.NUMBERS, type(None)})
-_KIND_OF_BYTES: dict[type, LeafKind] = {str: LeafKind.STR, bytes: LeafKind.BYTES}
+_NUMBERS = frozenset({*format.NUMBER_NBYTES, type(None)})
+_KIND_OF: dict[type, LeafKind] = {**KIND_OF_TYPE, bytes: LeafKind.BYTES}
 _TUPLE = object()  # begins a list that stands for a tuple
 # Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
 # real trees take up to ten times their file, and a few names near the root can make them far longer.
@@ -172,8 +171,8 @@ class _Tree:
             about = LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, None, self._reader, array
             parent[key] = LeafHandle(path, *about, in_gda_folder=True)
         elif value is not None:
-            leaf_kind, nbytes = format.NUMBERS.get(kind) or (_KIND_OF_BYTES[kind], len(value))
-            parent[key] = LeafHandle(path, leaf_kind, (), None, nbytes, None, self._reader, value)
+            nbytes = format.NUMBER_NBYTES.get(kind) or len(value)
+            parent[key] = LeafHandle(path, _KIND_OF[kind], (), None, nbytes, None, self._reader, value)
         else:
             parent[key] = None
 

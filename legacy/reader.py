@@ -23,9 +23,9 @@ from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda_read
 from .checksummed_file import open_checksums, read_unverified
+from .find_arrays import Window, open_source, read_parts
 from .format import FileRanges
 from .parse import parse, parse_stream
-from .read_bytes import Window, open_source, read_parts
 
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.

@@ -28,7 +28,7 @@ from . import writer
 from .encode_leaves import EncodedLeaf
 from .files import AT_ONCE, write_files
 from .ocdbt import Entries, read_entries
-from .ocdbt_writer import metadata_of, write_index
+from .ocdbt_writer import form_of, write_index
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
@@ -38,7 +38,7 @@ from .zarr import Encoding
 
 def begin(save: ProcessSave) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    writer.begin(save.path, save.prepared, save.options)
+    writer.begin(save.path, save.prepared)
 
 
 def write(save: ProcessSave) -> None:
@@ -103,7 +103,7 @@ def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[t
 
 def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
-    keys_of = functools.cache(lambda *described: list(metadata_of(*described, encoding)[1].keys()))
+    keys_of = functools.cache(lambda *described: list(form_of(*described, encoding).info.keys()))
     for entry, stored in plan.arrays:
         prefix = layout.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):

@@ -7,7 +7,6 @@ threads. Bytes are written from the memory that they are in, and the thread that
 from __future__ import annotations
 
 import collections
-import dataclasses
 import errno
 import functools
 import json
@@ -47,16 +46,14 @@ _COPY_BELOW_BYTES = 16 << 10
 _REFUSED = {r"\\": "has a backslash", r"\.__lock(/|$)": "ends in .__lock", "[\ud800-\udfff]": "is not UTF-8"}
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Value:
-    """One chunk of an array, and what the index says of it once it is written."""
+class Value(NamedTuple):
+    """One chunk of an array."""
 
     key: str
-    data: Any  # array in C order; None once it is written
+    data: np.ndarray[Any, Any]
     encoding: Encoding
     shape: Shape  # as it is stored: at the edge of a larger array, with zeros behind it on some axes
     may_change: bool = False  # whether other threads of the program may write to the array meanwhile
-    entry: bytes | ByteRange = b""  # place relative to the database, or the value itself, if it became small enough
 
 
 def _padded(array: np.ndarray[Any, Any], shape: Shape) -> np.ndarray[Any, Any]:
@@ -77,20 +74,20 @@ class Database:
             if re.search(pattern, path):
                 what = f"a name in this path {why}, and TensorStore, which reads Orbax's format, takes no such path"
                 raise StorageError(f"{path}: {what}; rename it, or save as msgpack", path=path, errno=errno.EILSEQ)
-        self._path, self._sums, self._meter, self._past_cache = path, sums, options.meter, options.past_cache
-        self._values = list[Value]()  # all that were added
+        self._path, self._encoding, self._sums = path, encoding, sums
+        self._meter, self._past_cache = options.meter, options.past_cache
         self._batch, self._batch_nbytes, self._n_batches = list[Value](), 0, 0
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
-        self._inline: list[Entry] = []  # what lies in the index
-        self._forms = functools.cache(functools.partial(_form, encoding))
+        self._entries: list[Entry] = []  # of the index: of what lies in it, or is written
         self._known_cells: dict[Any, list[_Cells]] = {}
 
     def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
         """Add one array, or its shards in this process; its memory must not change before the database is finished."""
-        form, prefix = self._forms((stored.shape, stored.write_shape, stored.dtype)), key_prefix(name)
+        form = form_of(stored.shape, stored.write_shape, stored.dtype, self._encoding)
+        prefix = key_prefix(name)
         encoding, info = form.encoding, form.info
         if is_primary:
-            self._inline.append(((prefix + encoding.metadata_file).encode(), form.text))
+            self._entries.append(((prefix + encoding.metadata_file).encode(), form.text))
         if not form.nbytes:
             return
         if form.is_small and info.chunks == stored.shape and not stored.spans_processes:
@@ -108,7 +105,6 @@ class Database:
 
     def add(self, value: Value) -> None:
         """Add a value, to be written in the background."""
-        self._values.append(value)
         self._batch.append(value)
         self._batch_nbytes += int(value.data.nbytes)
         if self._batch_nbytes >= (BATCH_BYTES if self._n_batches < _FIRST_BATCHES else _LATER_BATCH_BYTES):
@@ -132,8 +128,8 @@ class Database:
         """Write all values and the index, and sync them; the directory itself remains to be synced."""
         self.submit()
         self._wait()
-        if self._inline or self._values:
-            write_index(self._path, self._inline + [(value.key.encode(), value.entry) for value in self._values])
+        if self._entries:
+            write_index(self._path, self._entries)
 
     def abandon(self, *, wait: bool) -> None:
         """Begin nothing more; ``wait`` for what the threads are writing."""
@@ -142,40 +138,38 @@ class Database:
     def _wait(self, nbytes: int = 0) -> None:
         """Wait until at most so many bytes are left to be written; raise a failure."""
         while self._tasks and (sum(size for _, size in self._tasks) > nbytes or self._tasks[0][0].done):
-            self._tasks[0][0].result()
+            self._entries += self._tasks[0][0].result()
             self._tasks.popleft()
 
-    def _write(self, values: list[Value]) -> None:
-        """Write a batch to a new file, and sync it."""
+    def _write(self, values: list[Value]) -> list[Entry]:
+        """Write a batch to a new file, and sync it; return its entries."""
         file = _DataFile(self._path, past_cache=self._past_cache)
         try:
-            for value in values:
-                self._put(file, value)
+            entries = [(value.key.encode(), self._put(file, value)) for value in values]
             file.flush()
         except BaseException:
             file.discard()
             raise
         file.close()
+        return entries
 
-    def _put(self, file: _DataFile, value: Value) -> None:
-        """Write a value, and drop its data; what may change meanwhile is copied, to store what is summed."""
-        encoding = value.encoding
+    def _put(self, file: _DataFile, value: Value) -> bytes | ByteRange:
+        """Write a value; what may change meanwhile is copied, to store what is summed.
+
+        Return its place relative to the database, or the value itself, if it became small enough."""
         data = memory.as_bytes(np.ascontiguousarray(_padded(value.data, value.shape)))
-        if not encoding.checksums:
-            value.entry = self._append(file, value, data)
+        if not value.encoding.checksums:
+            return self._append(file, value, data)
+        if value.may_change:
+            data = memoryview(bytes(data))
+        self._count(value, len(data))
+        if value.encoding.zstd:
+            data = memoryview(compressed(data))
+            if len(data) + CHECKSUM_NBYTES <= INLINE_BYTES:
+                return with_checksum(bytes(data))
         else:
-            if value.may_change:
-                data = memoryview(bytes(data))
-            if encoding.codec is None:
-                file.make_room_for(data)
-            encoded = data if encoding.codec is None else memoryview(compressed(data))
-            end = checksum_of(encoded)
-            self._count(value, len(data))
-            if encoding.codec is not None and len(encoded) + len(end) <= INLINE_BYTES:
-                value.entry = bytes(encoded) + end
-            else:
-                value.entry = file.append(encoded, memoryview(end))
-        value.data = None
+            file.make_room_for(data)
+        return file.append(data, memoryview(checksum_of(data)))
 
     def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
         """Add a value as it is; return its place."""
@@ -210,7 +204,7 @@ class Database:
         if len(data) + encoding.checksums * CHECKSUM_NBYTES > INLINE_BYTES:
             self.add(Value(key, np.frombuffer(data, np.uint8), encoding, (len(data),)))
         else:
-            self._inline.append((key.encode(), with_checksum(data) if encoding.checksums else data))
+            self._entries.append((key.encode(), with_checksum(data) if encoding.checksums else data))
 
 
 class _DataFile:
@@ -265,7 +259,7 @@ def write_index(path: str, entries: list[Entry]) -> None:
     write_file(os.path.join(path, MANIFEST), manifest)
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """The storage of arrays of one shape and dtype."""
 
     encoding: Encoding
@@ -276,15 +270,17 @@ class _Form(NamedTuple):
     is_small: bool  # whether chunks are copied, and put into the index if that takes them
 
 
-def _form(encoding: Encoding, described: tuple[tuple[int, ...], tuple[int, ...], Any]) -> _Form:
-    shape, write_shape, dtype = described
+@functools.lru_cache(maxsize=4096)
+def form_of(shape: Shape, write_shape: Shape, dtype: Any, encoding: Encoding) -> Form:
+    """Return how arrays are stored whose shards have the shape ``write_shape``."""
     # Not of the largest local shard: processes without any must decide as the others do.
     nbytes = math.prod(write_shape) * dtype.itemsize
-    if encoding.codec is not None and nbytes <= INLINE_BYTES:
+    if encoding.zstd and nbytes <= INLINE_BYTES:
         encoding = Encoding(checksums=True)
-    text, info = metadata_of(shape, write_shape, dtype, encoding)
-    is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
-    return _Form(encoding, text, info, info.chunk_key((0,) * len(shape)), nbytes, is_small)
+    text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
+    info = parse_array_metadata(text, zarr3=encoding.checksums)
+    is_small = not encoding.zstd and info.chunk_nbytes < _COPY_BELOW_BYTES
+    return Form(encoding, text, info, info.chunk_key((0,) * len(shape)), nbytes, is_small)
 
 
 _Cells = list[tuple[str, Box | None]]  # key of a chunk below the array's prefix, and its box in a shard, if not all
@@ -299,12 +295,3 @@ def _cells_of(shard: Shard, info: ArrayInfo) -> _Cells:
             raise ValueError(f"the chunk {info.chunk_key(cell)} was expected to lie in one shard")
         found.append((info.chunk_key(cell), None if box == shard.index else array_boxes.relative_to(box, shard.index)))
     return found
-
-
-@functools.lru_cache(maxsize=4096)
-def metadata_of(
-    shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any, encoding: Encoding
-) -> tuple[bytes, ArrayInfo]:
-    """Return the text of an array's metadata, and its parsed form."""
-    text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
-    return text, parse_array_metadata(text, zarr3=encoding.checksums)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -18,25 +18,19 @@ from .type_annotations import TypeAnnotations
 
 # Orbax's names of empty nodes; real Orbax stores empty containers of other types as None.
 EMPTY_MARKERS = {container: name for name, container in EMPTY_CONTAINERS.items()} | {Container.NAMEDTUPLE: NONE}
-Keys = tuple[tuple[str, bool], ...]  # a key path; each name with whether it is an index of a sequence
 
 # TensorStore's index takes names of 65,535 bytes, to which it adds those of chunks.
 _MAX_NAME = 65_000
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """One entry of the stored tree: a leaf or an empty node."""
 
-    keys: Keys
+    path: Path
+    kinds: tuple[int, ...]  # Orbax's key type of each name of the path
     name: str
-    marker: str | None = None  # Orbax's name of an empty node, or None for a leaf
-    stored: EncodedLeaf | None = None
-
-    @property
-    def path(self) -> Path:
-        """Return the key path."""
-        return tuple([name for name, _ in self.keys])
+    value_type: str  # Orbax's name of its type
+    stored: EncodedLeaf | None = None  # None for an empty node
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,25 +62,25 @@ class _Planner:
         self._plan, self._encoder = plan, Encoder(multiprocess)
         self._paths: dict[str, Path] = {}  # of leaves, by the prefixes of their keys
 
-    def add(self, node: Node, keys: Keys, path: Path) -> None:
+    def add(self, node: Node, path: Path, kinds: tuple[int, ...]) -> None:
         """Add a node and all below it, in stored order."""
         if not isinstance(node, Branch):
-            self._add_entry(node, keys, path)
+            self._add_entry(node, path, kinds)
             return
         self._plan.annotations.add_branch(path, node)
         if not node.children:
-            self._add_entry(node, keys, path)
-        sequence = node.container.is_sequence
+            self._add_entry(node, path, kinds)
+        below = (*kinds, layout.SEQUENCE_KEY if node.container.is_sequence else layout.DICT_KEY)
         for name in _stored_order(node):
-            self.add(node.children[name], (*keys, (name, sequence)), (*path, name))
+            self.add(node.children[name], (*path, name), below)
 
-    def _add_entry(self, node: Node, keys: Keys, path: Path) -> None:
+    def _add_entry(self, node: Node, path: Path, kinds: tuple[int, ...]) -> None:
         plan, name = self._plan, leaf_name(path)
         if not name.isascii() or len(name) > _MAX_NAME:
             _check_name(name, path)
         if node is None or isinstance(node, Branch):
             marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else NONE
-            plan.entries.append(Entry(keys, name, marker=marker))
+            plan.entries.append(Entry(path, kinds, name, marker))
             return
         other = self._paths.setdefault(layout.key_prefix(name), path)
         if other is not path:
@@ -100,7 +94,7 @@ class _Planner:
             stored = encode_text_as_bytes(stored.source)
         if stored.annotation is not None:
             plan.annotations.leaves[name] = stored.annotation
-        entry = Entry(keys, name, stored=stored)
+        entry = Entry(path, kinds, name, stored.value_type, stored)
         plan.entries.append(entry)
         if stored.value_type != STRING:
             plan.arrays.append((entry, stored))

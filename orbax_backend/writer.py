@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import SettingError, StorageError, is_of_handler
+from flax_ckpt_compat._core.errors import StorageError, is_of_handler
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
@@ -41,16 +40,12 @@ from .save_plan import SavePlan
 from .shardings import sharding_text
 from .zarr import Encoding, chunk_shape
 
-_KEY_TYPES = (layout.DICT_KEY, layout.SEQUENCE_KEY)
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-# The level is that of Orbax 0.12.8; older TensorStore reads no metadata without ``checksum`` (0.1.71, measured).
-_ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
-_ENCODINGS = {None: Encoding(), "crc32c": Encoding(checksums=True), "zstd": Encoding(_ZSTD, checksums=True)}
 
 
 def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`."""
-    begin(path, plan, options)
+    begin(path, plan)
     record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
     write_arrays(path, arrays, options, record)
@@ -60,9 +55,8 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     commit(path, plan, record)
 
 
-def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
+def begin(path: str, plan: SavePlan) -> None:
     """Create the checkpoint's directories, with a file that is there until `commit`."""
-    encoding_of(options)
     create_directory(path)
     open(os.path.join(path, layout.BEGUN), "xb").close()
     if plan.jax_arrays:
@@ -70,11 +64,8 @@ def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
 
 
 def encoding_of(options: WriteOptions) -> Encoding:
-    """Return how chunks are stored; raise SettingError if the compression is unknown."""
-    compression = options.compression
-    if compression not in _ENCODINGS:
-        raise SettingError(f"compression={compression!r} is unknown; expected one of {list(_ENCODINGS)}")
-    return dataclasses.replace(_ENCODINGS[compression], part_bytes=options.part_bytes)
+    """Return how chunks are stored."""
+    return Encoding(options.compression is not None, options.compression == "zstd", options.part_bytes)
 
 
 def write_metadata(
@@ -164,13 +155,10 @@ def _tree_metadata(plan: SavePlan, *, zarr3: bool) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for entry in plan.entries:
         stored = entry.stored
-        value: dict[str, Any] = {
-            "value_type": entry.marker if stored is None else stored.value_type,
-            "skip_deserialize": stored is None,
-        }
+        value: dict[str, Any] = {"value_type": entry.value_type, "skip_deserialize": stored is None}
         if stored is not None and stored.value_type == layout.JAX_ARRAY:
             value["write_shape"] = stored.write_shape
-        keys = [{"key": name, "key_type": _KEY_TYPES[is_index]} for name, is_index in entry.keys]
+        keys = [{"key": name, "key_type": kind} for name, kind in zip(entry.path, entry.kinds, strict=True)]
         tree[str(entry.path)] = {"key_metadata": keys, "value_metadata": value}
     return {
         "tree_metadata": tree,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.array_boxes import cells, full_box
 from flax_ckpt_compat._core.dtypes import ZARR_ML_DTYPES, ZARR_TYPESTRS, dtype_from_name, zarr_name
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
 from . import chunk_codecs
 from .chunk_codecs import RAW, ChunkCodec, check_ratio, codec_of, whole
+from .load_tensorstore import load_tensorstore
 
 # What TensorStore says of a wrong checksum, and of codecs that it does not have.
 _TENSORSTORE_ERRORS = {
@@ -28,20 +28,20 @@ _V3_NAMES = ZARR_ML_DTYPES | frozenset([
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
 ])  # fmt: skip
+# The level is that of Orbax 0.12.8; older TensorStore reads no metadata without ``checksum`` (0.1.71, measured).
+_ZSTD = {"name": "zstd", "configuration": {"level": chunk_codecs.ZSTD_LEVEL, "checksum": False}}
 _SPLIT_CHUNK_BYTES = 8 << 20
 # A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30
 MAX_RANK = 32  # TensorStore's and (about) numpy's
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(NamedTuple):  # which hashes quickly: every array's is looked up
     """Codecs of the chunks of a checkpoint."""
 
-    # zarr's spec of a compressor before the checksum, or None.
-    codec: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     # Whether chunks end with their CRC-32C, and are decoded whole; arrays are zarr v3 then, which has that codec.
     checksums: bool = False
+    zstd: bool = False  # whether they are compressed before that
     part_bytes: int | None = None  # see `WriteOptions.part_bytes`
 
     @property
@@ -154,7 +154,7 @@ def dump_metadata(
     """Return the ``.zarray`` or ``zarr.json`` of an array, with the keys that Orbax writes; see `chunk_shape`."""
     chunks = chunk_shape(shape, write_shape, dtype.itemsize, encoding.chunk_bytes)
     if encoding.checksums:
-        return _dump_v3(list(shape), chunks, dtype, encoding.codec)
+        return _dump_v3(list(shape), chunks, dtype, zstd=encoding.zstd)
     return {
         "chunks": chunks,
         "compressor": None,
@@ -168,14 +168,14 @@ def dump_metadata(
     }
 
 
-def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: Any) -> dict[str, Any]:
+def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], *, zstd: bool) -> dict[str, Any]:
     fill_values: dict[str, Any] = {"b": False, "c": [0.0, 0.0]}
     endian = "little" if dtype.newbyteorder("<") == dtype else "big"
     order = {} if dtype.itemsize == 1 else {"configuration": {"endian": endian}}
     return {
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
         "chunk_key_encoding": {"name": "default"},
-        "codecs": [{"name": "bytes", **order}, *([] if codec is None else [codec]), {"name": "crc32c"}],
+        "codecs": [{"name": "bytes", **order}, *([_ZSTD] if zstd else []), {"name": "crc32c"}],
         "data_type": dtype.name,
         "fill_value": fill_values.get(dtype.kind, 0),  # version 3 requires one; every chunk is stored
         "node_type": "array",

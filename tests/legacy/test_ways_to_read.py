@@ -14,7 +14,7 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, format, read_bytes
+from flax_ckpt_compat.legacy import BACKEND, find_arrays, format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,13 +29,13 @@ from tests.support.profiles import examples
 from tests.support.trees import ML_DTYPES, arrays, fingerprint, numbers, state_dicts
 
 _WINDOWS = {"legacy.reader._WHOLE": 0, "legacy.reader._WHOLE_OBJECT": 0}
-_OBJECT = {"_core.local.local_file.LocalFile.is_local": False, "legacy.read_bytes._PART": 1000}
-_LARGE = read_bytes.WindowSizes(8192, 8192, 2**30, 1)
+_OBJECT = {"_core.local.local_file.LocalFile.is_local": False, "legacy.find_arrays._PART": 1000}
+_SHORT, _LARGE = find_arrays.WindowSizes(3000, 3000, 0, 1), find_arrays.WindowSizes(8192, 8192, 2**30, 1)
 WAYS: dict[str, dict[str, Any]] = {
     "at once": {},
     "by windows": _WINDOWS,
-    "by windows that end anywhere": _WINDOWS | {"legacy.read_bytes.OF_FILES": read_bytes.WindowSizes(3000, 3000, 0, 1)},
-    "by windows over all": _WINDOWS | {"legacy.read_bytes.OF_FILES": _LARGE},
+    "by windows that end anywhere": _WINDOWS | {"legacy.find_arrays.OF_FILES": _SHORT},
+    "by windows over all": _WINDOWS | {"legacy.find_arrays.OF_FILES": _LARGE},
     "by single reads": _WINDOWS | {"legacy.reader._SMALL": 40},
     "an object in parts": _OBJECT,
     "an object by windows": _OBJECT | _WINDOWS,

@@ -135,7 +135,7 @@ def test_threads_that_share_a_manager_lose_no_failure(
 IMPORT = """
 import os, signal, sys
 import ml_dtypes, numpy
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
+from flax_ckpt_compat.orbax_backend.load_tensorstore import load_tensorstore
 
 def interrupted_after(seconds):
     signal.signal(signal.SIGALRM, signal.default_int_handler)
