@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import LeafHandle, Reader
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -17,7 +17,6 @@ from flax_ckpt_compat._core.errors import (
     NameCollisionError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -36,24 +35,25 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
     if target is None:
         _check_all_known(opened)
         if opened.is_mapping:
-            return _plan_everything(opened, options)
+            return _plan_items(opened, None, options)
         _log_omitted_json(opened)
         return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
     with memory.pause_gc():
         target_tree = TargetTree(target)
     if "" in opened.items:
         return RestorePlan({"": _plan_item(opened, "", target_tree, options)}, False)
-    is_mapping = names_items(opened, target)
+    is_mapping = _names_items(opened, target)
     if is_mapping and len(opened.trees) < 2:
-        return RestorePlan(_plan_items(opened, target, options), True)
+        return _plan_items(opened, target, options)
     prefers_all = is_mapping or _names_some_items(opened, target, target_tree.node)
     name, fits = _choose_item(opened, target_tree.node, options, prefers_all=prefers_all)
     if name == _ALL and is_mapping:
-        return RestorePlan(_plan_items(opened, target, options), True, fits)
+        return dataclasses.replace(_plan_items(opened, target, options), fits=fits)
     if name == _ALL:
         tree = map_leaves(at_whole_path, Branch({name: opened.reader(name).tree for name in opened.items}))
+        tree = options.transforms.apply_rules(tree, target_tree.node, opened.path)
         reader = opened.reader(next(iter(opened.trees)))
-        return RestorePlan({"": _plan_with_rules(reader, tree, target_tree, options, opened.location)}, False, fits)
+        return RestorePlan({"": plan_tree(reader, tree, target_tree, options, opened.location)}, False, fits)
     return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False, fits)
 
 
@@ -77,7 +77,7 @@ def _log_omitted_json(opened: opening.Opened) -> None:
         )
 
 
-def names_items(opened: opening.Opened, target: Any) -> bool:
+def _names_items(opened: opening.Opened, target: Any) -> bool:
     """Return whether the target is a mapping of item names, and not a tree like that of the only item."""
     if not isinstance(target, Mapping) or not target.keys() <= opened.items.keys():
         return False
@@ -108,23 +108,31 @@ def at_whole_path(path: Path, leaf: Any) -> Any:
 
 
 def _plan_item(opened: opening.Opened, name: str, target: TargetTree | None, options: RestoreOptions) -> TreePlan:
-    reader = opened.reader(name)
-    return _plan_with_rules(reader, reader.tree, target, options, opened.items[name].location)
-
-
-def _plan_with_rules(
-    reader: Reader, tree: Node, target: TargetTree | None, options: RestoreOptions, location: Location
-) -> TreePlan:
-    """Plan a restore of one tree, to which the rules are applied first; arguments as for `plan_tree`."""
-    tree = options.transforms.apply_rules(tree, None if target is None else target.node, location.path)
+    """Plan a restore of one item, to which the rules are applied first."""
+    reader, location = opened.reader(name), opened.items[name].location
+    tree = options.transforms.apply_rules(reader.tree, None if target is None else target.node, location.path)
     return plan_tree(reader, tree, target, options, location)
 
 
-def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> RestorePlan:
-    """Plan several items without a target: all that the rules make of them, under whatever names."""
-    tree = _tree_of_items(opened, {}, options)
-    if not isinstance(tree, Branch):
+def _plan_items(opened: opening.Opened, targets: Mapping[str, Any] | None, options: RestoreOptions) -> RestorePlan:
+    """Plan the items that a target names, or, without one, all that the rules make of them, under whatever names."""
+    parts = {name: TargetTree(part) for name, part in (targets or {}).items() if part is not None}
+    nodes = {name: part.node for name, part in parts.items()}
+    # Rules see all items as one tree with their names at the top.
+    tree: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
+    tree = options.transforms.apply_rules(tree, Branch(nodes) if nodes else None, opened.path)
+    if targets is None and not isinstance(tree, Branch):
         return RestorePlan({"": _plan_part(opened, "", tree, None, options)}, False)
+    names = targets if targets is not None else _names_of_result(opened, tree)
+    plans = {name: _plan_part(opened, name, tree, parts.get(name), options) for name in names}
+    if isinstance(tree, Branch):
+        as_stored = {name: tree.children.get(name) for name in names}  # items without a target
+        for plan in plans.values():
+            plan.all_items = tree, Branch(as_stored | nodes)
+    return RestorePlan(plans, True)
+
+
+def _names_of_result(opened: opening.Opened, tree: Branch) -> Collection[str]:
     json = [name for name in opened.parts if name not in opened.trees]
     if taken := [name for name in json if name in tree.children]:
         raise NameCollisionError(
@@ -133,27 +141,7 @@ def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> Restore
             leaf=taken[0],
         )
     known = [name for name in opened.parts if name in tree.children or name in json]
-    names = dict.fromkeys([*known, *tree.children])
-    return RestorePlan({name: _plan_part(opened, name, tree, None, options) for name in names}, True)
-
-
-def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: RestoreOptions) -> dict[str, TreePlan]:
-    """Plan the items that a target names."""
-    target_trees = {name: TargetTree(part) for name, part in targets.items() if part is not None}
-    tree = _tree_of_items(opened, target_trees, options)
-    plans = {name: _plan_part(opened, name, tree, target_trees.get(name), options) for name in targets}
-    if isinstance(tree, Branch):
-        as_stored = {name: tree.children.get(name) for name in targets}  # items without a target
-        for plan in plans.values():
-            plan.all_items = tree, Branch(as_stored | {name: part.node for name, part in target_trees.items()})
-    return plans
-
-
-def _tree_of_items(opened: opening.Opened, targets: Mapping[str, TargetTree], options: RestoreOptions) -> Node:
-    """Return what rules make of all items: they see them as one tree with the item names at the top."""
-    tree: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
-    nodes = {name: part.node for name, part in targets.items()}
-    return options.transforms.apply_rules(tree, Branch(nodes) if nodes else None, opened.path)
+    return dict.fromkeys([*known, *tree.children])
 
 
 def _plan_part(
