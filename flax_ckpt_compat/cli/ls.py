@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import re
@@ -109,20 +110,10 @@ def _entries(folder: Location, records: Iterable[CheckpointRecord], *, leaves: b
 def _entry(record: CheckpointRecord, *, leaves: bool) -> Entry:
     """Return a checkpoint, by names and sizes; with ``leaves``, open it to count them."""
     count, damage = _count(record.path) if leaves and record.complete else (None, None)
-    saved = _saved(record.path)
-    return {
-        "kind": "stranger" if record.format == UNKNOWN_FORMAT else "checkpoint",
-        "name": os.path.basename(record.path),
-        "step": record.step,
-        "path": record.path,
-        "format": record.format,
-        "leaves": count,
-        "nbytes": record.nbytes,
-        "saved": saved and saved.isoformat(timespec="seconds"),
-        "complete": record.complete and damage is None,
-        "why": record.why or damage,
-        "damage": damage,
-    }
+    saved, kind = _saved(record.path), "stranger" if record.format == UNKNOWN_FORMAT else "checkpoint"
+    entry = {"kind": kind, "name": os.path.basename(record.path), **dataclasses.asdict(record), "leaves": count}
+    entry |= {"saved": saved and saved.isoformat(timespec="seconds"), "damage": damage}
+    return entry if damage is None else entry | {"complete": False, "why": damage}
 
 
 def _count(path: str) -> tuple[int | None, str | None]:
