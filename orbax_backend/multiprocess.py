@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import operator
 import os
 from collections.abc import Mapping, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ProcessSave
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError, MultiprocessSaveError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import files_below
-from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
+from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.object_store.folder_upload import Upload
+from flax_ckpt_compat._core.object_store.commit import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -32,7 +29,6 @@ from .ocdbt_writer import form_of, write_index
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
-from .shardings import sharding_text
 from .zarr import Encoding
 
 
@@ -64,27 +60,20 @@ def write(save: ProcessSave) -> None:
         # Those of process 0 go into the file of the whole checkpoint, which readers open first.
         (plan.record if is_primary else record).add_files(path, files)
         write_files(file_of_database(record, own, path))
-    write_file(os.path.join(own, layout.PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
-        done = os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path)
-        upload.upload_files(path, sent, done, options.meter)
+        upload.upload_files(path, sent, options.meter)
 
 
 def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     path, plan, options, upload = save.path, save.prepared, save.options, save.upload
-    digest, location = _digest(plan), (Location(path) if upload is None else of_text(upload.url)).listed()
-    names = [_name_of(index, upload) for index in range(save.process.count)]
-    in_parallel(lambda number: _check_done(location, number, location / names[number], digest), range(len(names)))
+    location = (Location(path) if upload is None else of_text(upload.url)).listed()
     if plan.arrays:
+        names = [_name_of(index, upload) for index in range(save.process.count)]
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
             _check_complete(location, plan, writer.encoding_of(options), merge(path, names, location))
-    if upload is not None:
-        in_parallel(upload.delete_harmless, [f"{name}/{layout.PROCESS_DONE}" for name in names])
-        names = names[:1]
-    in_parallel(os.unlink, [os.path.join(path, name, layout.PROCESS_DONE) for name in names])
     writer.commit(path, plan, plan.record if options.checksums else None)
 
 
@@ -127,40 +116,6 @@ def _incomplete(location: Location, what: str) -> StorageError:
 def _name_of(process: int, upload: Upload | None) -> str:
     """Return the name of a process's database."""
     return f"{layout.PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}"
-
-
-def _digest(plan: SavePlan) -> str:
-    """Return a digest of what must be equal in all processes for their shards to fit together."""
-    texts, numbers = functools.cache(sharding_text), dict[str | None, int]()
-    dtypes = functools.cache(operator.attrgetter("name"))
-    spread = []
-    for entry, stored in plan.arrays:
-        if stored.spans_processes:
-            # Texts of shardings list all device ids, and few of them are distinct.
-            number = numbers.setdefault(texts(stored.sharding), len(numbers))
-            spread.append(
-                (entry.name, dtypes(stored.dtype), stored.shape, stored.write_shape, str(stored.annotation), number)
-            )
-    return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
-
-
-def _check_done(location: Location, process: int, database: Location, digest: str) -> None:
-    file, path = database / layout.PROCESS_DONE, location.path
-    try:
-        found = file.read().decode("ascii", "replace")
-    except MissingPathError as error:
-        raise StorageError(
-            f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "
-            f"save to one directory that they share, or URL. Nothing was saved",
-            path=path,
-            errno=error.errno,
-        ) from error
-    if found != digest:
-        raise MultiprocessSaveError(
-            f"{path}: the arrays that process {process} spreads have other names, shapes, dtypes or shardings than "
-            f"those of process 0; call save_checkpoint_multiprocess with the same tree everywhere. Nothing was saved",
-            path=path,
-        )
 
 
 def merge(path: str, names: Sequence[str], location: Location) -> Entries:

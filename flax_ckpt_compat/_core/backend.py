@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.tree import Node, Path, iter_leaves
 if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
 
-    from flax_ckpt_compat._core.object_store.folder_upload import Upload
+    from flax_ckpt_compat._core.object_store.commit import Upload
 BATCH_BYTES = 32 * 2**20
 _MAX_BATCH = 10_000
 

@@ -49,7 +49,6 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains thi
 PARTIAL_SAVE = ".partial_save"  # v1 writes parts below a directory with this suffix until they are finalized
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
-PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
 BEGUN = "_begun"  # a running save
 TREE_FILES = (TREE_METADATA, MSGPACK_FILE, SHARDING, STRINGS, MANIFEST, CHECKSUMS, *ARRAY_METADATA_FILES)  # of a tree
 ROOT_METADATA = "metadata/_ROOT_METADATA"  # beside the steps of a manager; of Orbax 0.12.8 (measured)

@@ -249,12 +249,11 @@ class Location:
         syncing.make_directory(self.path)
         atomic.remove_stale(self.path)
 
-    def leftovers(self) -> dict[str, bool]:
-        """Return the names in this folder of a store with something that dead writers left → whether all of it goes."""
-        return {}
+    def leftovers(self, *, remove: Collection[str] = ()) -> dict[str, bool]:  # noqa: ARG002
+        """Return the names in this folder of a store with something that dead writers left → whether all of it goes.
 
-    def remove_leftovers(self, names: Collection[str]) -> None:
-        """Remove what dead writers left under these names of this folder, unless somebody writes there by now."""
+        Under names to ``remove``, it is removed, unless somebody writes there by now."""
+        return {}
 
     def restore_set_aside(self, names: Collection[str]) -> list[str]:
         """Put back checkpoints among these names that a dead writer had set aside; return their names."""

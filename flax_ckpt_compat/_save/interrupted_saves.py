@@ -51,7 +51,7 @@ def remove(leftover: Leftover, *, force: bool = False) -> bool:
     if any(not one.kept or (force and one.by_time) for one in in_folder(folder, [name])):
         with translated(leftover.location.path):
             if folder.is_remote:
-                folder.remove_leftovers([name])
+                folder.leftovers(remove=[name])
             elif temporaries.parse(name):
                 atomic.remove_stale(folder.path, [name], force=force)
             elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:

@@ -148,11 +148,13 @@ def save_without_a_manager(folder: str, orbax: bool, step: int) -> None:
     manager.wait_previous_save()
 
 
-def save_split_otherwise(folder: str, orbax: bool, step: int) -> None:
-    """Saves an array that process 1 splits over the devices in another order, beside one like those of the others."""
+def save_split_otherwise(folder: str, orbax: bool, step: int, other_dtype: int = 0) -> None:
+    """Saves an array that process 1 has in another order of devices, or dtype, beside one like those of the others."""
     use(orbax)
-    kind = "flat" if jax.process_index() else "plain"
-    tree = {"odd": put(WHOLE, NamedSharding(mesh(kind), P("x"))), **small(step)}
+    is_odd = jax.process_index() == 1
+    values = WHOLE.astype(np.int32) if is_odd and other_dtype else WHOLE
+    kind = "flat" if is_odd and not other_dtype else "plain"
+    tree = {"odd": put(values, NamedSharding(mesh(kind), P("x"))), **small(step)}
     with config.override(coordination_timeout=20.0):
         checkpoints.save_checkpoint_multiprocess(folder, tree, step)
 
@@ -330,6 +332,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str], str]] = 
     "no removal in 0": (save_where_0_removes_nothing, (), [MULTI, "StorageError"], "the disk broke"),
     "no manager": (save_without_a_manager, (), [MULTI, "OSError"], "no tasks in this test"),
     "other shardings": (save_split_otherwise, (), [MULTI, MULTI], "process 1 saves .*shardings.* look at odd;"),
+    "other dtypes": (save_split_otherwise, (1,), [MULTI, MULTI], "process 1 saves .*dtypes.* look at odd;"),
     "no place in 0": (jobs.save_without_a_temporary, (0,), [], "not this user's own"),
     "no place in 1": (jobs.save_without_a_temporary, (1,), [], "not this user's own"),
     "full disk in 0": (jobs.save_full_disk, (0,), [], "File too large"),

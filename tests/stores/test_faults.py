@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_an_answer_that_stops_midway(bucket: Bucket, monkeypatch: pytest.MonkeyP
         with bucket.proxy.failing(lambda *_, faults=faults: next(faults, "")):
             assert S3Client().read(f"{bucket.url}/a") == bytes(range(100))
         assert next(faults, None) is None
+
+
+def test_a_connection_that_is_never_made(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried so many times and no more, also for a read, which has tries of its own."""
+    asked = list[str]()
+
+    def fail(host: str, *_: Any, **__: Any) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(clouds, "_TRIES", 2)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://nowhere.invalid")
+    with pytest.raises(StorageError, match="could not be read: .*nowhere.invalid"):
+        S3Client().read(f"{bucket.url}/a")
+    assert asked == ["nowhere.invalid"] * 2
 
 
 def test_an_interrupt_while_a_large_file_is_sent(

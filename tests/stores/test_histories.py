@@ -20,7 +20,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat._core.local import atomic, presence
-from flax_ckpt_compat._core.object_store import commit, folder_upload, storage
+from flax_ckpt_compat._core.object_store import commit, storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, PROCESS_PREFIX
 from flax_ckpt_compat._core.progress import Meter
@@ -128,7 +128,7 @@ def publish(location: storage.ObjectLocation, temporary: str, **options: Any) ->
     if not (_own.is_shared and presence.isdir(temporary)):
         _publish(location, temporary, **options)
         return
-    upload = folder_upload.Upload(location.path)
+    upload = commit.Upload(location.path)
     upload.begin()
     try:
         upload.write(f"{PROCESS_PREFIX}1{upload.tag}/d/part", b"")
@@ -326,7 +326,7 @@ def test_the_same_tree_again(order: int, shared: bool, monkeypatch: pytest.Monke
 
     So does one who comes after a writer that died there.
     """
-    monkeypatch.setattr(folder_upload, "in_parallel", lambda function, items, _: serially(function, [*items][::order]))
+    monkeypatch.setattr(commit, "in_parallel", lambda function, items, _: serially(function, [*items][::order]))
     monkeypatch.setattr(storage.ObjectLocation, "publish", publish)
     store, found = Memory(needs_commit_file=True, by_content=False), list[int | None]()
     monkeypatch.setitem(commit.CLIENTS, "gs", store)
@@ -350,10 +350,10 @@ def serially(function: Callable[[Any], Any], items: Any, *_: Any, order: random.
 
 def run(seeds: Iterable[int], patch: pytest.MonkeyPatch, share: float = 0.3) -> None:
     """Run histories on stores of both kinds; ``share`` of the writers have several processes."""
-    patch.setattr(folder_upload, "_PAUSE", 0.0)
+    patch.setattr(commit, "_PAUSE", 0.0)
     patch.setattr(storage.ObjectLocation, "publish", publish)
     order = random.Random()
-    for module in (commit, folder_upload, storage):
+    for module in (commit, storage):
         patch.setattr(module, "in_parallel", functools.partial(serially, order=order if share else None))
     for seed in seeds:
         order.seed(seed)

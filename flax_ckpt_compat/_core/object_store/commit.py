@@ -1,8 +1,21 @@
-"""Publish and remove msgpack files of stores, which appear whole or not at all, and remove folders.
+"""Publish and remove checkpoints of stores, which have no rename: msgpack files, which appear whole, and folders.
 
-A folder is removed by a marker, which ends the saves of others, then its commit file goes, then the rest. Markers go
-last: a folder with a marker and no commit file is unfinished. `folder_upload` saves folders.
+A folder is written in this order:
 
+1. a marker ``_begun…`` with the names of the data. Of several writers that with the highest goes on, others give up;
+2. data, under names that no other save uses. Several processes write it below names that end in the marker's tag;
+3. a list, which tells what is there, and whether a later writer has begun;
+4. the commit file of what is replaced goes. From here on the folder has a marker and no commit file: it is unfinished;
+5. all other files, each on the condition that it is as it was listed;
+6. another list, ``commit_success.txt``, which Orbax too writes last in stores, and a last list. If anything else has
+   changed, all begins again at step 3;
+7. what was replaced goes, and the marker.
+
+An overwrite of the same tree changes nothing but the index, times and checksums, and the folder stays complete: the
+commit file is replaced in step 4, and the index, which is written first, switches to the new arrays. The checksums of
+the old one go before that, and the new ones come when all else is there.
+
+A folder is removed by a marker, which ends the saves of others, then its commit file goes, then the rest, markers last.
 An object and a folder may share a name for a moment: the folder counts once it has a commit file.
 """
 
@@ -19,18 +32,20 @@ from pathlib import Path
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError, split
 from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Client
-from flax_ckpt_compat._core.object_store.epath import EpathClient, is_known
-from flax_ckpt_compat._core.object_store.hub import HubClient
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
+from flax_ckpt_compat._core.object_store.other_stores import EpathClient, HubClient, is_known
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import Stat
+from flax_ckpt_compat._core.storage import Location, Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
-AT_ONCE = 16
+_AT_ONCE = 16
+_ROUNDS, _PAUSE = 8, 0.5  # of a writer to which others give way, and seconds between them
+_COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Names that no other save uses.
 _OF_ONE_SAVE = re.compile(
     rf"(?:.*/)?{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}|{re.escape(layout.PROCESS_PREFIX)}[^/]*\..*",
@@ -103,7 +118,7 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
         raise lost(url)
     if hidden and (gone := _uncommit(url, hidden)):  # until then the folder counts
         with after_commit(url):
-            delete(url, gone)
+            delete(url, gone, versions_of(gone))
 
 
 def remove(url: str) -> None:
@@ -114,8 +129,8 @@ def remove(url: str) -> None:
 
 def remove_folder(url: str, found: Files) -> None:
     """Remove files that were found in a folder, if there are any and it was not committed since."""
-    if found:
-        delete(url, _uncommit(url, found))
+    if found and (gone := _uncommit(url, found)):
+        delete(url, gone, versions_of(gone))
 
 
 def _uncommit(url: str, found: Files) -> Files:
@@ -131,13 +146,12 @@ def _uncommit(url: str, found: Files) -> Files:
     return {name: stat for name, stat in found.items() if name != COMMIT_FILE} | {marker: Stat(0, version)}
 
 
-def delete(url: str, found: Files) -> None:
-    """Delete files, the markers last; of names that other saves use, the versions that were found."""
-    client, markers = client_for(url), list(filter(is_upload_marker, found))
-    for group in ([name for name in found if name not in markers], markers):
-        in_parallel(
-            lambda name: client.delete(f"{url}/{name}", found[name].version if is_fixed(name) else None), group, AT_ONCE
-        )
+def delete(url: str, names: Collection[str], versions: Mapping[str, str] = {}) -> None:
+    """Delete files of a folder, the markers last; of those with a version, that one alone."""
+    client = client_for(url)
+    for is_last in (False, True):
+        group = [name for name in names if is_upload_marker(name) == is_last]
+        in_parallel(lambda name: client.delete(f"{url}/{name}", versions.get(name)), group, _AT_ONCE)
 
 
 def remove_arrays_beside(url: str) -> None:
@@ -146,8 +160,8 @@ def remove_arrays_beside(url: str) -> None:
     with after_commit(url):
         there = client_for(url).list(folder)
         if (arrays := arrays_among(there)) and _is_expired(last_marker(there)):
-            gone = [*arrays, *filter(is_upload_marker, there), COMMIT_FILE]
-            delete(folder, {name: there[name] for name in gone if name in there})
+            marks = [name for name in there if is_upload_marker(name) or name == COMMIT_FILE]
+            delete(folder, arrays + marks, versions_of(there))
 
 
 def arrays_among(keys: Collection[str]) -> list[str]:
@@ -222,7 +236,7 @@ def is_fixed(name: str) -> bool:
     return not is_upload_marker(name) and _OF_ONE_SAVE.fullmatch(name) is None
 
 
-def fixed(found: Files) -> dict[str, str]:
+def versions_of(found: Files) -> dict[str, str]:
     """Return the versions of the files that other saves have, too."""
     return {name: stat.version for name, stat in found.items() if is_fixed(name)}
 
@@ -232,3 +246,212 @@ def lost(url: str) -> ConcurrentWriteError:
     message = f"{url}: another process writes, wrote or removes this checkpoint at the same time, so this one was not"
     remedy = "save each step from one place only, or pass overwrite=True to replace what is there"
     return ConcurrentWriteError(f"{message} saved; {remedy}", path=url)
+
+
+# Saves of folders.
+
+
+class Upload:
+    """A save of a folder, in one of its processes: of a checkpoint, or of the arrays beside a msgpack file."""
+
+    def __init__(self, url: str, folder: str = "", marker: str = ""):
+        """Take the name of the marker if process 0 has begun the save."""
+        self.url, self.folder, self.marker, self._client = url, folder or url, marker, client_for(url)
+        # Real Flax, and jax, look for ``commit_success.txt`` before they read arrays.
+        self.needs_commit_file = self._client.needs_commit_file
+        self._expected: dict[str, str] = {}  # name of a file that other saves have, too → version that is there
+        self._has_begun = False  # such files may be there, or those of another save are gone
+
+    def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
+        """Write the marker, with the names of the data; with ``new``, only where no checkpoint is."""
+        found = self._client.list(self.folder)
+        is_there, needs_it = COMMIT_FILE in found, self.needs_commit_file
+        is_copy = bool(found) and not (is_there or needs_it or is_unfinished(found))  # of a local checkpoint
+        if new and (is_there or is_copy):
+            raise lost(self.url)
+        if is_copy and not self.folder.endswith(ARRAYS_POSTFIX):  # it would be unfinished beside a marker
+            with suppress(ConflictError):
+                self._put_commit_file(ABSENT)
+        if not self._client.shares_names:
+            self._client.delete(self.folder)
+        self.marker = new_marker(max(int(time.time()), time_of(last_marker(found)) + 1))
+        self._put_marker(data)
+
+    def _put_marker(self, data: Collection[str]) -> None:
+        self.write(self.marker, "\n".join(data).encode())
+
+    def _put_commit_file(self, version: str) -> None:
+        text = _COMMITTED.format(self.marker or uuid.uuid4().hex)
+        self._expected[COMMIT_FILE] = self._client.put(f"{self.folder}/{COMMIT_FILE}", text.encode(), version)
+
+    # What each of several processes does.
+
+    @property
+    def tag(self) -> str:
+        """Return the suffix of the names of directories that no other save uses."""
+        return f".{tag_of(self.marker)}"
+
+    def written(self) -> list[str]:
+        """List what the processes have written so far, relative to the folder."""
+        return list(filter(self._is_part, self._client.list(self.folder)))
+
+    def _is_part(self, key: str) -> bool:
+        return f".{tag_of(key)}" == self.tag and key != self.marker
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one file below the folder."""
+        self._client.put(f"{self.folder}/{name}", data)
+
+    def upload_files(self, directory: str, names: Collection[str], meter: Meter = OFF) -> None:
+        """Upload this process's files under the same names; raise ConcurrentWriteError if process 0 has given up."""
+        self._send(directory, names, meter)
+        self.check_active(names)
+
+    def _send(self, directory: str, names: Collection[str], meter: Meter) -> None:
+        def put(name: str) -> None:
+            self._client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
+
+        in_parallel(put, names, _AT_ONCE)
+
+    def check_active(self, written: Collection[str]) -> None:
+        """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
+        if self._client.find(f"{self.folder}/{self.marker}") is None:
+            delete(self.folder, written)
+            message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
+            raise ConcurrentWriteError(message, path=self.url)
+
+    def _delete_marker(self) -> None:
+        """Delete the marker, if that is permitted: without it the save is as complete as with it."""
+        with harmless(self.url, "what told how far a save was"):
+            self._client.delete(f"{self.folder}/{self.marker}")
+
+    def abort(self) -> None:
+        """Remove what a save that has not been published has written; ignore refusals."""
+        with suppress(StorageError):
+            delete(self.folder, [*self.written(), self.marker])
+
+    # The commit.
+
+    def publish(self, staged: str, *, new: bool = False, meter: Meter = OFF) -> None:
+        """Commit a local file or directory, with what all processes have written; see `Location.publish`."""
+        if self.folder != self.url:
+            self._publish_file(staged, new)
+            return
+        uploaded = self.written() if self.marker else []
+        names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
+        data = [name for name in names if not is_fixed(name)]
+        parts, fixed = [*data, *uploaded], sorted(filter(is_fixed, names))
+        if not self.marker:
+            self.begin(new=new, data=data)
+        try:
+            # Looked for once the marker is there: one of two new saves sees the other.
+            found = object_at(self.url, new=new)
+            self._send(staged, data, meter)
+            there = self._commit(staged, fixed, parts, new, meter)
+        except BaseException:
+            begun, self.marker = self.marker, new_marker(time_of(self.marker) - 1)
+            with suppress(StorageError):  # of another name, which removers have not listed; the first may be gone
+                self._put_marker(data)
+            if not self._has_begun:  # else others may count on what is there
+                with suppress(StorageError):
+                    delete(self.folder, [*parts, begun, self.marker])
+            raise
+        with after_commit(self.url):
+            if found is not None:
+                self._client.delete(self.url, found.version)
+            ours = {*names, *uploaded, COMMIT_FILE, self.marker}
+            delete(self.url, [name for name in there if name not in ours], versions_of(there))
+        self._delete_marker()
+        if not new:
+            remove_arrays_beside(self.url)
+
+    def _commit(self, staged: str, fixed: list[str], parts: list[str], new: bool, meter: Meter) -> Files:
+        """Replace the files that other saves have, too, and commit them with the parts; return all that is there."""
+        for _ in range(_ROUNDS):
+            there = self._look(parts)
+            with suppress(ConflictError):  # others change them meanwhile
+                if not (new and COMMIT_FILE in there):
+                    self._expected = versions_of(there)
+                    return self._replace(staged, fixed, parts, meter)
+            time.sleep(_PAUSE)
+        raise lost(self.url)
+
+    def _replace(self, staged: str, fixed: list[str], parts: list[str], meter: Meter) -> Files:
+        def put(name: str) -> None:
+            path, version = Path(staged, name), self._expected.get(name, ABSENT)
+            self._expected[name] = self._client.put(f"{self.url}/{name}", path, version, meter)
+
+        indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
+        sums = [name for name in fixed if name == layout.CHECKSUMS]
+        rest = [name for name in fixed if name not in (*indexes, *sums)]
+        switches = len(indexes) == 1 and self._is_same_tree(staged, fixed)
+        self._has_begun = True
+        if switches:  # other writers find another commit file, and so no more what they listed
+            self._put_commit_file(self._expected[COMMIT_FILE])
+        gone = layout.CHECKSUMS if switches else COMMIT_FILE
+        if gone in self._expected and not self._client.delete(f"{self.url}/{gone}", self._expected.pop(gone)):
+            raise ConflictError(self.url)
+        # The first file decides who writes. Beside its sums, a file of other bytes would count as damaged.
+        for group in [indexes, rest, sums] if switches else [rest[:1], [*rest[1:], *sums], indexes]:
+            in_parallel(put, group, _AT_ONCE)
+        if not switches:
+            self._check(parts)
+            self._put_commit_file(ABSENT)
+        try:
+            return self._check(parts)
+        except (ConflictError, ConcurrentWriteError):  # another writer has begun to replace files just before
+            self._client.delete(f"{self.url}/{COMMIT_FILE}", self._expected[COMMIT_FILE])
+            raise
+
+    def _look(self, parts: Collection[str] = ()) -> Files:
+        """List the folder; raise ConcurrentWriteError if a later writer has begun, or removed parts of this save."""
+        there = self._client.list(self.folder)
+        if last_marker(there) != self.marker or not set(parts) <= there.keys():
+            raise lost(self.url)
+        return there
+
+    def _check(self, parts: Collection[str]) -> Files:
+        """List the folder; raise ConflictError if another writer has changed what this one expects."""
+        there = self._look(parts)
+        if versions_of(there) != self._expected:
+            raise ConflictError(self.url)
+        return there
+
+    def _is_same_tree(self, staged: str, fixed: list[str]) -> bool:
+        """Return whether nothing but indexes, checksums, times and blanks tell the new checkpoint from the old one."""
+
+        def is_same(name: str) -> bool:
+            if name in (layout.CHECKSUMS, layout.STEP_METADATA) or posixpath.basename(name) == MANIFEST:
+                return True
+            found = self._client.read(f"{self.url}/{name}")
+            return Path(staged, name).read_bytes().rstrip() == found.rstrip()
+
+        with suppress(FileNotFoundError):  # another writer removes it
+            return self._expected.keys() == {*fixed, COMMIT_FILE} and all(in_parallel(is_same, fixed, _AT_ONCE))
+        return False
+
+    def _publish_file(self, staged: str, new: bool) -> None:
+        """Commit the msgpack file that refers to the arrays in the folder."""
+        try:
+            there = self._look()
+            publish_object(staged, self.url, new=new)
+        except ConcurrentWriteError:
+            self.abort()
+            raise
+        old = [key for key in there if key != self.marker and not self._is_part(key)]
+        with after_commit(self.url):
+            delete(self.folder, [*arrays_among(old), *filter(is_upload_marker, old)])
+        self._delete_marker()
+
+
+def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
+    """Begin a save by several processes, in process 0; None where all write to one local temporary."""
+    url = location.path
+    if not location.is_remote:
+        return None
+    if not client_for(url).shares_names:
+        message = f"{url}: several processes cannot save one checkpoint to this store, which has no conditional writes"
+        raise StorageError(f"{message}; save to a shared disk, s3:// or gs://, and copy that", path=url)
+    upload = Upload(url, url + ARRAYS_POSTFIX if in_gda_folder else "")
+    upload.begin()
+    return upload

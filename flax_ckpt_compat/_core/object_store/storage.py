@@ -13,8 +13,7 @@ from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.object_store import client, commit
-from flax_ckpt_compat._core.object_store.commit import client_for, is_unfinished
-from flax_ckpt_compat._core.object_store.folder_upload import Upload
+from flax_ckpt_compat._core.object_store.commit import Upload, client_for, is_unfinished
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
@@ -168,19 +167,16 @@ class ObjectLocation(Location):
         client_for(self.path).prepare(self.path)
         for name, found in commit.leftovers(self.path, self._inside()).items():
             with commit.harmless(f"{self}/{name}", "what an interrupted save left"):  # it must not prevent a save
-                commit.delete(f"{self}/{name}", found)
+                commit.delete(f"{self}/{name}", found, commit.versions_of(found))
 
-    def leftovers(self) -> dict[str, bool]:
+    def leftovers(self, *, remove: Collection[str] = ()) -> dict[str, bool]:
         there = client_for(self.path).list(self.path)
+        found = commit.leftovers(self.path, there)
+        for name in found.keys() & {*remove}:
+            commit.delete(f"{self}/{name}", found[name], commit.versions_of(found[name]))
         # Parts that are no object yet are in no list; an object of that name, which is complete, stays.
-        parts = {name: name not in there for name in client_for(self.path).stale_parts(self.path)}
-        return parts | {name: f"{name}/{COMMIT_FILE}" not in there for name in commit.leftovers(self.path, there)}
-
-    def remove_leftovers(self, names: Collection[str]) -> None:
-        for name, found in commit.leftovers(self.path, client_for(self.path).list(self.path)).items():
-            if name in names:
-                commit.delete(f"{self}/{name}", found)
-        client_for(self.path).stale_parts(self.path, names)
+        parts = {name: name not in there for name in client_for(self.path).stale_parts(self.path, remove)}
+        return parts | {name: f"{name}/{COMMIT_FILE}" not in there for name in found}
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         if presence.isdir(temporary):
