@@ -13,9 +13,8 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes, dtypes, memory
+from flax_ckpt_compat._core import array_boxes, checksums, dtypes, memory
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
 from flax_ckpt_compat._core.local import local_file, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
@@ -156,6 +155,27 @@ def write_tree(path: str, tree: Node, options: WriteOptions) -> None:
             file.discard()
             raise
         file.close()
+
+
+class BlockSums:
+    """The checksums of a stream of bytes, block by block."""
+
+    def __init__(self) -> None:
+        self._sums, self._size = list[int](), 0
+
+    def update(self, data: Any) -> None:
+        """Add bytes: a buffer of single bytes."""
+        at, view = 0, memoryview(data)
+        while at < len(view):
+            filled = self._size % checksums.BLOCK_BYTES
+            part = view[at : at + checksums.BLOCK_BYTES - filled]
+            self._sums.append(checksums.crc32c(part, self._sums.pop() if filled else 0))
+            self._size += len(part)
+            at += len(part)
+
+    def encoded(self) -> bytes:
+        """Return the checksums of all blocks; no bytes have no block."""
+        return b"".join(map(checksums.encode, self._sums))
 
 
 class _Writer:

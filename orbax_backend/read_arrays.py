@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes, memory
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.tree import show_path
 from .chunk_codecs import MAX_RATIO
 from .files import ByteRange
 from .open_index import Index
-from .read_plan import ArrayRead, Piece, plan_pieces
+from .read_plan import ArrayRead, Piece, plan_pieces, runs
 from .recorded_checksums import Checksums, Expected, check_blocks
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -125,7 +125,7 @@ class ArrayReader:
             if not read.info.raw or len(read.chunks) != 1 or read.nbytes < local_file.MAPPED_FROM:
                 continue
             (value, part), size = read.chunks[0], read.info.dtype.itemsize
-            count, offsets = array_boxes.runs(read.info.chunks, part.source, read.shape, part.target)
+            count, offsets = runs(read.info.chunks, part.source, read.shape, part.target)
             if isinstance(value, ByteRange) and count * size == read.nbytes:
                 extent = ByteRange(value.file, value.offset + next(offsets)[0] * size, read.nbytes)
                 files.setdefault(extent.file, []).append((read, extent))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,13 +162,28 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     return pieces
 
 
+def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tuple[int, Iterator[tuple[int, int]]]:
+    """Find the contiguous runs of a copy between boxes of two C-order arrays: their elements, and offsets in both."""
+    extent = array_boxes.shape_of(source_box)
+    axis = max(0, len(extent) - 1)
+    while axis and extent[axis] == source[axis] == target[axis]:
+        axis -= 1
+    source_at, target_at = array_boxes.offset(source, source_box), array_boxes.offset(target, target_box)
+    source_steps, target_steps = array_boxes.strides(source), array_boxes.strides(target)
+    places = (
+        (source_at + sum(map(mul, index, source_steps)), target_at + sum(map(mul, index, target_steps)))
+        for index in itertools.product(*map(range, extent[:axis]))
+    )
+    return math.prod(extent[axis:]), places
+
+
 def _plan_raw(read: ArrayRead, value: ByteRange, copies: Sequence[Copy]) -> list[Piece]:
     """Return the ranges of a raw chunk: long ones directly into the arrays, the others by whole rows."""
     chunk, size = read.info.chunks, read.info.dtype.itemsize
     pieces, scattered = list[Piece](), list[Copy]()
     is_dense = 2 * sum(math.prod(array_boxes.shape_of(copy.source)) for copy in copies) > math.prod(chunk)
     for copy in copies:
-        count, offsets = array_boxes.runs(chunk, copy.source, copy.array.shape, copy.target)
+        count, offsets = runs(chunk, copy.source, copy.array.shape, copy.target)
         length = count * size
         is_one = count == math.prod(array_boxes.shape_of(copy.source))
         if not is_one and (is_dense or length < _SHORT_RUN_BYTES):
@@ -184,7 +200,8 @@ def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> l
     """Return ranges of whole rows to read into a buffer, from which columns are copied."""
     chunk, size = read.info.chunks, read.info.dtype.itemsize
     pieces = []
-    rows = array_boxes.bounding_box([copy.source for copy in copies])
+    sides = zip(*[copy.source for copy in copies], strict=True)
+    rows = tuple(slice(min(one.start for one in some), max(one.stop for one in some)) for some in sides)
     for band in array_boxes.bands(rows, chunk, max(1, PIECE_BYTES // size)):
         shape = array_boxes.shape_of(band)
         found = ByteRange(extent.file, extent.offset + array_boxes.offset(chunk, band) * size, math.prod(shape) * size)

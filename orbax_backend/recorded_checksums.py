@@ -131,7 +131,7 @@ class Checksums:
         if record is None or name not in record.files or record.files[name][0] != len(data):
             return False
         found = checksums.of_blocks(data, zlib.crc32)
-        checksums.check((self.location / name).path, "the file", record.files[name][1], found)
+        _check((self.location / name).path, "the file", record.files[name][1], found)
         self.intact.add(name)
         return True
 
@@ -166,7 +166,7 @@ def check_blocks(expected: Expected, run: Run, data: memoryview) -> None:
             found = crc(bytes(max(end - stop, 0)), crc(data[before + begin : before + min(end, stop)]))
             at, leaf = SUM_BYTES * number, show_path(read.path)
             actual = sums[:at] + checksums.encode(found) + sums[at + SUM_BYTES :]
-            checksums.check(read.folder, f"the chunk {key!r} of the leaf {leaf!r}", sums, actual, leaf)
+            _check(read.folder, f"the chunk {key!r} of the leaf {leaf!r}", sums, actual, leaf)
 
 
 def _data_end(read: ArrayRead, start: Shape) -> int:
@@ -175,3 +175,19 @@ def _data_end(read: ArrayRead, start: Shape) -> int:
     sides = zip(info.chunks, info.shape, start, strict=True)
     last = [min(chunk, length - at) - 1 for chunk, length, at in sides]
     return (array_boxes.offset(info.chunks, tuple(slice(at, at + 1) for at in last)) + 1) * info.dtype.itemsize
+
+
+def _check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None = None) -> None:
+    """Raise ChecksumError unless the checksums of blocks are equal; ``what`` was summed, such as "the file"."""
+    if expected == found:
+        return
+    starts = range(0, max(len(expected), len(found)), SUM_BYTES)
+    block = next(at for at in starts if expected[at : at + SUM_BYTES] != found[at : at + SUM_BYTES])
+    old, new = (sums[block : block + SUM_BYTES][::-1].hex() or "none" for sums in (expected, found))
+    raise ChecksumError(
+        f"{path}: {what} is not what was saved: the checksum of block {block // SUM_BYTES} (of {BLOCK_BYTES} bytes) "
+        f"was expected to be {old}, found {new}; restore the files from a backup, or restore an older step. To read it "
+        f"as it is, set checksums='off'",
+        path=path,
+        leaf=leaf,
+    )

@@ -24,10 +24,7 @@ _TENSORSTORE_ERRORS = {
     "is not registered": chunk_codecs.UnsupportedCodecError,
     "Digest mismatch": chunk_codecs.ChunkChecksumError,
 }
-_V3_NAMES = ZARR_ML_DTYPES | frozenset([
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "float32", "float64", "complex64", "complex128",
-])  # fmt: skip
+_V3_NAMES = ZARR_ML_DTYPES | {np.dtype(name).name for name in ZARR_TYPESTRS}
 # The level is that of Orbax 0.12.8; older TensorStore reads no metadata without ``checksum`` (0.1.71, measured).
 _ZSTD = {"name": "zstd", "configuration": {"level": chunk_codecs.ZSTD_LEVEL, "checksum": False}}
 _SPLIT_CHUNK_BYTES = 8 << 20

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from operator import mul
+from collections.abc import Iterator
 
 Box = tuple[slice, ...]  # start and stop on every axis, without steps
 Shape = tuple[int, ...]
@@ -36,11 +34,6 @@ def overlaps(one: Box, other: Box) -> bool:
     return all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True))
 
 
-def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Return the smallest box around others."""
-    return tuple(slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*boxes, strict=True))
-
-
 def relative_to(box: Box, outer: Box) -> Box:
     """Return a box relative to the start of another one."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
@@ -60,21 +53,6 @@ def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
             index.append(start + position)
         cell = tuple(reversed(index))
         yield cell, tuple(slice(i * length, (i + 1) * length) for i, length in zip(cell, chunks, strict=True))
-
-
-def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tuple[int, Iterator[tuple[int, int]]]:
-    """Find the contiguous runs of a copy between boxes of two C-order arrays: their elements, and offsets in both."""
-    extent = shape_of(source_box)
-    axis = max(0, len(extent) - 1)
-    while axis and extent[axis] == source[axis] == target[axis]:
-        axis -= 1
-    source_at, target_at = offset(source, source_box), offset(target, target_box)
-    source_steps, target_steps = _strides(source), _strides(target)
-    places = (
-        (source_at + sum(map(mul, index, source_steps)), target_at + sum(map(mul, index, target_steps)))
-        for index in itertools.product(*map(range, extent[:axis]))
-    )
-    return math.prod(extent[axis:]), places
 
 
 def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
@@ -111,8 +89,9 @@ def _grown(unit: Shape, shape: Shape, limit: int) -> Shape:
 
 def offset(shape: Shape, box: Box) -> int:
     """Return the offset of a box in a C-order array, in elements."""
-    return sum(side.start * step for side, step in zip(box, _strides(shape), strict=True))
+    return sum(side.start * step for side, step in zip(box, strides(shape), strict=True))
 
 
-def _strides(shape: Shape) -> list[int]:
+def strides(shape: Shape) -> list[int]:
+    """Return the elements between two indices that are neighbours on an axis, in a C-order array."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -18,13 +18,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from crc32c import crc32c
+from flax_ckpt_compat.legacy.encode import BlockSums
 from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
