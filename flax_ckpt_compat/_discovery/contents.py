@@ -19,7 +19,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location, is_url
-from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_directory
+from flax_ckpt_compat._discovery import foreign, formats, gda_arrays, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import FINISHED, ITEMS_MARKERS, MARKERS, Item, ItemKind, holds_files
 
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
@@ -241,7 +241,7 @@ def _file(path: Location) -> Contents:
     if look is None:
         lost = gda_arrays.missing_array(path, head)
         return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
-    read_by = layouts.of_file(path, look)
+    read_by = formats.layout_of(path, look)
     items = {"": Item(Format.MSGPACK, path, layout=read_by)} if read_by else {}
     kind = Layout.READ_ONLY if read_by else Layout.FILE
     return Contents(path, State.FOREIGN, look, kind, items, is_one_checkpoint=bool(read_by))

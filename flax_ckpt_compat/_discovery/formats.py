@@ -1,4 +1,9 @@
-"""Map formats to backends, imported on first use; no other module names a backend."""
+"""Map formats to backends, and the layouts of other programs' files to readers, imported on first use.
+
+No other module names a backend. Those files are read by their own path and never written; look-ups take them for
+something else. Their readers take nothing in them for granted, and execute none of it; their leaves are restored by the
+rules of msgpack files.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,17 @@ import importlib
 import sys
 from typing import Any, cast
 
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import run_apart
+from flax_ckpt_compat._discovery import foreign
 
 _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
+SAFETENSORS, STREAM, NPZ = "safetensors", "stream", "npz"  # as `CheckpointView.format` says
+# Files of safetensors that `convert` wrote, now and before: read under any name.
+_WRITTEN_HERE = (b'{"__metadata__":{"flax_ckpt_compat', b'{"__metadata__": {"flax_ckpt_compat')
+_LENGTH = 8  # bytes of the header's length, before it
 
 
 @functools.cache
@@ -23,9 +34,28 @@ def backend_for(format: Format) -> Backend:
     return cast(Backend, _imported(_ORBAX).OrbaxBackend(lambda file: _imported(_LEGACY).open_part_of_orbax(file)))
 
 
-def open_stream(location: Location) -> Reader:
-    """Open msgpack objects one after the other, each a key path and the bytes of a leaf, as EasyLM writes them."""
-    return cast(Reader, _imported(_LEGACY).open_stream(location))
+def layout_of(file: Location, look: str) -> str:
+    """Return the layout of a file that looks like this (see `foreign.file_looks_like`), of those that are read; or ''.
+
+    This imports neither numpy nor a backend."""
+    name = file.name
+    if name.endswith(".safetensors.index.json"):  # of Hugging Face's shards
+        return SAFETENSORS if file.head()[:1] == b"{" else ""
+    if look == foreign.SAFETENSORS:
+        is_ours = name.endswith(".safetensors") or file.read(_LENGTH, foreign.FIRST_BYTES).startswith(_WRITTEN_HERE)
+        return SAFETENSORS if is_ours else ""
+    if look == foreign.STREAM:  # under a step's name it is none of Flax's checkpoints
+        return "" if name.isdecimal() or steps.step_of(name, "checkpoint_") is not None else STREAM
+    return NPZ if look == foreign.ZIP and name.endswith(".npz") else ""
+
+
+def open_layout(layout: str, file: Location) -> Reader:
+    """Open a file of a layout."""
+    if layout == STREAM:  # msgpack objects one after the other, each a key path and the bytes of a leaf
+        return cast(Reader, _imported(_LEGACY).open_stream(file))
+    from flax_ckpt_compat._discovery import other_programs  # numpy, which look-ups do without
+
+    return other_programs.NpzReader(file) if layout == NPZ else other_programs.SafetensorsReader(file)
 
 
 def _imported(name: str) -> Any:

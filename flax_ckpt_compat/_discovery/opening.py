@@ -14,8 +14,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import contents, foreign, layouts, orbax_directory
-from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery import contents, foreign, formats, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import Item, ItemKind, arrays_below, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -89,7 +88,7 @@ class Opened:
 
     @property
     def format(self) -> str:
-        """Return ``msgpack``, ``orbax``, or the name of one of `layouts`; JSON items are of the others' format."""
+        """Return ``msgpack``, ``orbax``, or the name of its layout; JSON items are of the others' format."""
         layout = next((item.layout for item in self.items.values() if item.layout), None)
         return layout or (next(iter(self.items.values())).format or Format.ORBAX).value
 
@@ -178,8 +177,8 @@ def open_item(item: Item, *, verify: bool = False) -> Reader:
         if item.format is None:
             return JsonReader(item.location)
         if item.layout:
-            return layouts.open_file(item.layout, item.location)
-        return backend_for(item.format).open(item.location, verify=verify)
+            return formats.open_layout(item.layout, item.location)
+        return formats.backend_for(item.format).open(item.location, verify=verify)
 
 
 class JsonReader(Reader):

@@ -210,7 +210,7 @@ class Item:
     location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
-    layout: str = ""  # name of its layout, of those of `layouts`; leaves are restored by the rules of the format
+    layout: str = ""  # of a file of another program: see `formats`; leaves are restored by the rules of the format
 
 
 def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str]:
