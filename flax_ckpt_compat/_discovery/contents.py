@@ -10,6 +10,8 @@ import dataclasses
 import enum
 import errno
 import functools
+import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +21,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location, is_url
-from flax_ckpt_compat._discovery import foreign, formats, gda_arrays, orbax_directory
+from flax_ckpt_compat._discovery import foreign, formats, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import FINISHED, ITEMS_MARKERS, MARKERS, Item, ItemKind, holds_files
 
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
@@ -27,8 +29,10 @@ _LOST_STRUCTURE = (
     f"there are arrays, but no {layout.TREE_METADATA}, msgpack file '{layout.MSGPACK_FILE}' or {layout.ZARR2_METADATA} "
     "of a single one, which say where they belong (jax's own array serialization has none: TensorStore reads them)"
 )
-# Layout, what is missing in words, name → item as in `Contents`, and names of directories that are not items.
-_Description = tuple["Layout | None", str, Mapping[str, Item], tuple[str, ...]]
+_PLACEHOLDER = steps.ARRAYS_PLACEHOLDER.encode()
+# A text of msgpack that begins with the placeholder, before a folder's name: its length, in the tag or behind it.
+_REFERENCE = re.compile(rb"(?:([\xb1-\xbf])|\xd9(.)|\xda(..)|\xdb(....))" + re.escape(_PLACEHOLDER), re.DOTALL)
+_MAX_REFERRING = 2**20  # bytes to look at; larger files are left to the reader
 DENIED = "permission to list it is denied"
 
 
@@ -239,12 +243,41 @@ def _file(path: Location) -> Contents:
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
     if look is None:
-        lost = gda_arrays.missing_array(path, head)
+        lost = _missing_array(path, head)
         return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
     read_by = formats.layout_of(path, look)
     items = {"": Item(Format.MSGPACK, path, layout=read_by)} if read_by else {}
     kind = Layout.READ_ONLY if read_by else Layout.FILE
     return Contents(path, State.FOREIGN, look, kind, items, is_one_checkpoint=bool(read_by))
+
+
+def _missing_array(file: Location, head: bytes) -> str | None:
+    """Return what the arrays in Flax's folder beside a msgpack file lack, in words; ``head`` are its first bytes."""
+    folder = file.sibling(steps.ARRAYS_POSTFIX)
+    is_all = len(head) < foreign.FIRST_BYTES and not file.is_remote
+    if _PLACEHOLDER not in head and (is_all or not folder.isdir()):
+        return None
+    content = file.read(0, _MAX_REFERRING)
+    for match in _REFERENCE.finditer(content):
+        length = int.from_bytes(match[match.lastindex or 0], "big") - (0xA0 if match.lastindex == 1 else 0)
+        name = content[match.end() : match.end() + length - len(_PLACEHOLDER)].decode(errors="replace")
+        if presence.stays_inside(name) and (lost := _missing_in_array(folder / name)):
+            return f"{folder.name}/{name}/{lost} is missing"
+    return None
+
+
+def _missing_in_array(folder: Location) -> str | None:
+    """Return the name of a file that a zarr array of Flax lacks; it stores every chunk."""
+    names = orbax_directory.names_in(folder)
+    if layout.ZARR2_METADATA not in names:
+        return layout.ZARR2_METADATA
+    with suppress(ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):  # which the reader tells
+        fields = json.loads((folder / layout.ZARR2_METADATA).read(0, _MAX_REFERRING))
+        counts = [-(-side // chunk) for side, chunk in zip(fields["shape"], fields["chunks"], strict=True)]
+        chunks = [name for name in names if layout.ZARR2_CHUNK.fullmatch(name)]
+        if len(chunks) < math.prod(counts):
+            return f"(one of {math.prod(counts)} chunks)"
+    return None
 
 
 def _directory(path: Location, names: set[str]) -> Contents:
@@ -256,61 +289,54 @@ def _directory(path: Location, names: set[str]) -> Contents:
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
     if {"metadata.json", layout.MANIFEST} <= names and not names & {layout.TREE_METADATA, *ITEMS_MARKERS}:
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))  # levanter's
-    kind, missing, items, unknown = _described(path, names)
+    found = _described(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
-    upload = None if kind is Layout.T5X else path.why_unfinished(names)
+    upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
     begun = next((name for name in sorted(names) if layout.TEMPORARY in name), None)
-    why = upload or (f"the directory still holds {begun}, which Orbax had not finished" if begun else missing)
-    if why and kind not in (Layout.TREE, Layout.ARRAYS) and not _looks_begun(path, names):
+    why = upload or (f"the directory still holds {begun}, which Orbax had not finished" if begun else found.why)
+    if why and found.layout not in (Layout.TREE, Layout.ARRAYS) and not _looks_begun(path, names):
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))
-    is_one = kind is not None
-    if kind is Layout.ITEMS:
+    is_one = found.layout is not None
+    if found.layout is Layout.ITEMS:
         # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
         is_named = names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *orbax_directory.RANDOM_KEYS))
-        is_one = bool(is_named or orbax_directory.only_orbax_has(items) or STEP_DIRECTORY.fullmatch(path.name))
-    return Contents(
-        path,
-        State.INCOMPLETE if why else State.COMPLETE,
-        why,
-        kind,
-        items,
-        unknown,
-        is_upload=upload is not None,
-        is_marked=bool(names.intersection(MARKERS)),
-        is_one_checkpoint=is_one,
-    )
+        is_one = bool(is_named or orbax_directory.only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(path.name))
+    state, is_marked = State.INCOMPLETE if why else State.COMPLETE, bool(names.intersection(MARKERS))
+    flags = {"is_upload": upload is not None, "is_marked": is_marked, "is_one_checkpoint": is_one}
+    return dataclasses.replace(found, state=state, why=why, **flags)
 
 
-def _described(path: Location, names: set[str]) -> _Description:
+def _described(path: Location, names: set[str]) -> Contents:
     """Return layout, what is missing in words, items and unknown items of a directory; no layout if it is none."""
+    described = functools.partial(Contents, path, State.COMPLETE)
     if orbax_directory.is_tree(path, names):
         kind = Layout.T5X if orbax_directory.is_t5x(path, names) else Layout.TREE
-        return kind, orbax_directory.missing_in_tree(path, names) or "", {"": Item(Format.ORBAX, path)}, ()
+        return described(orbax_directory.missing_in_tree(path, names) or "", kind, {"": Item(Format.ORBAX, path)})
     # Folders of arrays, and nothing that is the tree of them, nor a single array.
     others = (*layout.ARRAY_METADATA_FILES, *FINISHED, *orbax_directory.PARTS)
     if not names.intersection(others) and orbax_directory.is_folder_of_arrays(path, names):
-        return Layout.ARRAYS, _LOST_STRUCTURE, {}, ()
+        return described(_LOST_STRUCTURE, Layout.ARRAYS)
     handlers = orbax_directory.recorded_handlers(path, names)
     flat = handlers.get("", "")
     if flat and (part := orbax_directory.missing_part(path, names, flat)):
         kind = Layout.JSON if "Json" in flat else Layout.TREE
-        return kind, f"{part} {orbax_directory.RECORDED}", {}, ()
-    if file := orbax_directory.json_file(path, names, flat):
-        return Layout.JSON, "", {"": Item(None, file)}, ()
-    if flat and orbax_directory.kind_of_handler(flat) is ItemKind.KEY:
-        key = layout.JAX_KEY if layout.JAX_KEY in names else layout.NUMPY_KEY
-        return Layout.TREE, "", {"": Item(Format.ORBAX, path / key)}, ()
+        return described(f"{part} {orbax_directory.RECORDED}", kind)
+    is_key = orbax_directory.kind_of_handler(flat) is ItemKind.KEY
+    has_keys = not names.isdisjoint(orbax_directory.RANDOM_KEYS)
+    if is_key == has_keys and (item := orbax_directory.item_of(path, names, flat)):
+        return described("", Layout.TREE if item.format else Layout.JSON, {"": item})
     if not flat and ((items := orbax_directory.items_in(path, names, handlers)) or handlers):
         rest = names - items.keys() - orbax_directory.NO_ITEMS
         unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
-        return Layout.ITEMS, next(orbax_directory.missing_in_items(path, names, items, handlers), ""), items, unknown
+        missing = next(orbax_directory.missing_in_items(path, names, items, handlers), "")
+        return described(missing, Layout.ITEMS, items, unknown)
     if orbax_directory.lost_structure(path, names):
-        return Layout.TREE, _LOST_STRUCTURE, {}, ()
+        return described(_LOST_STRUCTURE, Layout.TREE)
     if names.issuperset(FINISHED) and any(holds_files(path / name) for name in names.difference(FINISHED)):
-        return Layout.CUSTOM, "", {}, ()
+        return described("", Layout.CUSTOM)
     missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
     is_step = names <= {*FINISHED, *ITEMS_MARKERS}
-    return Layout.CUSTOM if is_step else None, missing, {}, ()
+    return described(missing, Layout.CUSTOM if is_step else None)
 
 
 def _looks_begun(path: Location, names: set[str]) -> bool:

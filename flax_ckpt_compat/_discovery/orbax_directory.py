@@ -268,15 +268,6 @@ def kind_of_item(item: Item, handler: str) -> ItemKind:
     return ItemKind.ARRAY if is_one and is_array(item.location / layout.SINGLE_ARRAY) else ItemKind.TREE
 
 
-def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:
-    """Return the one file of a JSON item; with a recorded handler it may have any name, or others beside it."""
-    rest = names.difference(FINISHED)
-    known = rest.intersection(layout.JSON_FILES)
-    is_json = kind_of_handler(handler) is ItemKind.JSON
-    found = rest if len(rest) == 1 and (known or is_json) else known if len(known) == 1 and is_json else ()
-    return next((path / name for name in found if (path / name).isfile()), None)
-
-
 def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
     """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints."""
     # Since Orbax 0.5.11 checkpoints have a metadata file, and items have none. Before, names that end in a step decide.
@@ -297,7 +288,7 @@ def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None
         is_whole = name not in handlers and is_checkpoint_itself(name, inside, is_marked)
         if is_whole:
             whole[name] = inside
-        if (item := _item(child, inside, handlers.get(name, ""))) is not None:
+        if (item := item_of(child, inside, handlers.get(name, ""))) is not None:
             (items_of if is_whole else found)[name] = item
     chosen = _items_among(path, found, whole, is_marked) if whole else ()
     return dict(sorted((found | {name: items_of[name] for name in chosen if name in items_of}).items()))
@@ -319,14 +310,18 @@ def _items_among(
     return {name for name in whole if steps.parse_step(name.removeprefix("checkpoint_")) is None}
 
 
-def _item(path: Location, names: set[str], handler: str) -> Item | None:
+def item_of(path: Location, names: set[str], handler: str) -> Item | None:
     """Return an item with these names in its directory; None if its kind is unknown."""
     if is_tree(path, names):
         return Item(Format.ORBAX, path, names)
     if keys := sorted(names.intersection(RANDOM_KEYS)):
         return Item(Format.ORBAX, path / keys[0])
-    file = json_file(path, names, handler)
-    return None if file is None else Item(None, file)
+    # The one file of a JSON item; with a recorded handler it may have any name, or others beside it.
+    rest = names.difference(FINISHED)
+    known = rest.intersection(layout.JSON_FILES)
+    is_json = kind_of_handler(handler) is ItemKind.JSON
+    found = rest if len(rest) == 1 and (known or is_json) else known if len(known) == 1 and is_json else ()
+    return next((Item(None, path / name) for name in found if (path / name).isfile()), None)
 
 
 def missing_part(path: Location, names: set[str], handler: str) -> str | None:
