@@ -18,10 +18,9 @@ from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, foreign, not_found, saved_steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Layout, State
-from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._discovery.orbax_directory import names_in
-from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, Directory
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, Directory, log_once
 
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
@@ -68,21 +67,17 @@ def _is_checkpoint(root: Location) -> bool:
         found = contents.contents_of(root)
         if found.layout is Layout.ARRAYS and contents.checkpoint_around(root):
             return False  # arrays of a tree
-        if found.state is State.FOREIGN:
-            return found.is_readable
-        if found.is_one_checkpoint or found.state is State.TEMPORARY:
-            return True
         # Or Orbax has begun to write items to it: those of whole checkpoints do not count.
         begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
-        if found.state is State.INCOMPLETE and not found.is_marked:
-            return any(name.startswith(begun) for name in names_in(root))
+        has_begun = found.is_marked or any(name.startswith(begun) for name in names_in(root))
     except errors.PermissionDeniedError as error:  # which tells nothing about what is beside the path
         folder, name = os.path.split(error.path or root.path)
         is_step = STEP_DIRECTORY.fullmatch(root.name) and name != _RECOVERED
         if folder != root.path or name in _MAY_BE_PARTS or is_step:
             raise
         return False
-    return found.state is State.INCOMPLETE
+    is_unfinished = found.state is State.TEMPORARY or (found.state is State.INCOMPLETE and has_begun)
+    return found.is_one_checkpoint or is_unfinished
 
 
 def _exists(path: Location) -> bool:

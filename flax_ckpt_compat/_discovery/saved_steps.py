@@ -12,7 +12,8 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from flax_ckpt_compat._core import steps
@@ -20,7 +21,6 @@ from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathEr
 from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
 from flax_ckpt_compat._discovery import contents, foreign
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Contents, Layout, State, contents_of
-from flax_ckpt_compat._discovery.log_once import log_once
 
 _log = logging.getLogger("flax_ckpt_compat")
 _Result = TypeVar("_Result")
@@ -28,6 +28,23 @@ _Result = TypeVar("_Result")
 _DEFAULT_PREFIXES = ("", "checkpoint_")
 # Beside a writer that keeps one checkpoint and never pauses, one read in 500 took eight, and one failed after twenty.
 ROUNDS = 100  # of a look-up or read, each of which fails if others change the directory meanwhile
+_MAX_KNOWN = 1000
+# Changed by single operations only: with a lock, a signal handler or a fork that looks could wait for ever.
+_logged: OrderedDict[Hashable, str] = OrderedDict()
+
+
+def log_once(subject: Hashable, message: str | None, level: int = logging.WARNING) -> None:
+    """Log a message, unless it was the last one about the same subject, for programs that poll a directory.
+
+    None clears it, so that the next is logged."""
+    before = _logged.pop(subject, None)
+    if message is None:
+        return
+    _logged[subject] = message
+    if len(_logged) > _MAX_KNOWN:
+        _logged.popitem(last=False)
+    if message != before:
+        _log.log(level, "%s", message)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import opening
-from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.saved_steps import log_once
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.plan import RestoreOptions, RestorePlan, TreePlan
 from flax_ckpt_compat._trees.state_dict import TargetTree

@@ -30,7 +30,7 @@ from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.saved_steps import log_once
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import BEGIN, COMMIT, Coordinator, Reports
 from flax_ckpt_compat._save.request import SaveRequest

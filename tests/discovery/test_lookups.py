@@ -19,7 +19,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._discovery import log_once
+from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat.cli import main
 from tests.support.saves import names, save_items, tree
 
@@ -27,7 +27,7 @@ from tests.support.saves import names, save_items, tree
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start each test as a fresh process does: with nothing logged yet."""
-    monkeypatch.setattr(log_once, "_logged", OrderedDict())
+    monkeypatch.setattr(saved_steps, "_logged", OrderedDict())
 
 
 def latest_everywhere(directory: Path, prefix: str = "checkpoint_") -> str | None:
