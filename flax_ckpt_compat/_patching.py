@@ -169,17 +169,13 @@ def _restore_if_unused() -> None:
             namespace[name] = original
     _State.replaced.clear()
     for full_name, module in _State.stand_ins.items():
-        _remove_module(full_name, module)
+        if sys.modules.get(full_name) is module:
+            del sys.modules[full_name]
+        parent_name, _, child = full_name.rpartition(".")
+        parent = sys.modules.get(parent_name)
+        if parent is not None and _namespace_of(parent).get(child) is module:
+            delattr(parent, child)
     _State.stand_ins.clear()
-
-
-def _remove_module(full_name: str, module: types.ModuleType) -> None:
-    if sys.modules.get(full_name) is module:
-        del sys.modules[full_name]
-    parent_name, _, child = full_name.rpartition(".")
-    parent = sys.modules.get(parent_name)
-    if parent is not None and _namespace_of(parent).get(child) is module:
-        delattr(parent, child)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

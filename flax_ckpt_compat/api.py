@@ -127,9 +127,8 @@ def restore(
         mapped=mapped,
         progress=progress,
     )
-    restored: Tree = restore_pipeline.restore(
-        saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")), target, step, options
-    )
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
+    restored: Tree = restore_pipeline.restore(checkpoint_dir, target, step, options)
     return restored
 
 

@@ -196,13 +196,8 @@ def restore_checkpoint(
     if gda_manager is not None and hasattr(gda_manager, "wait_until_finished"):
         gda_manager.wait_until_finished()
     options = RestoreOptions(_settings.current(), TransformSpec(orbax_transforms))
-    return restore_pipeline.restore(
-        saved_steps.checkpoint_dir(normal(as_text(ckpt_dir)), as_text(prefix, "prefix")),
-        target,
-        step,
-        options,
-        orbax_checkpointer or None,
-    )
+    checkpoint_dir = saved_steps.checkpoint_dir(normal(as_text(ckpt_dir)), as_text(prefix, "prefix"))
+    return restore_pipeline.restore(checkpoint_dir, target, step, options, orbax_checkpointer or None)
 
 
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:

@@ -25,14 +25,7 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, names
 from flax_ckpt_compat.transforms import restore_args
-from flax_ckpt_compat.transforms._resolve import (
-    Call,
-    Keep,
-    Leaves,
-    Transforms,
-    call_multi_value_fn,
-    call_value_fn,
-)
+from flax_ckpt_compat.transforms._resolve import Entry, Leaves, Transforms, call_multi_value_fn, call_value_fn
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -197,11 +190,10 @@ class _Chooser:
     def __call__(self, path: Path, leaf: Any) -> LeafHandle | Derived | Own | None:
         key = joined(path)
         outcome = self._given.resolve(key, self._leaves.has, self._default_to_original, self._empty.has, self._like)
-        if isinstance(outcome, Call):
+        if isinstance(outcome, Entry):
             return self._derive(key, outcome, leaf)
-        if isinstance(outcome, Keep):
-            # A leaf known to neither is recorded by the match.
-            return Own.KEEP_TARGET if outcome.known else None
+        if outcome is None or outcome is Own.KEEP_TARGET:
+            return outcome  # a leaf known to neither is recorded by the match
         if outcome.transform is None and outcome.source == key:
             return None
         stored: LeafHandle | Derived = self._leaves.of(outcome.source)
@@ -215,7 +207,7 @@ class _Chooser:
         near = nearest(name, self._leaves.names)
         return f"; stored names like it: {', '.join(near)}" if near else ""
 
-    def _derive(self, key: str, outcome: Call, leaf: Any) -> Derived:
+    def _derive(self, key: str, outcome: Entry, leaf: Any) -> Derived:
         """Return the derived leaf of a multi_value_fn, with its declared inputs."""
         transform, args = outcome.transform, restore_args(leaf)
         if outcome.key not in self._inputs:

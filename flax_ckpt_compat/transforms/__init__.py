@@ -14,9 +14,9 @@ import numpy as np
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Path, joined, show_path
+from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.transforms._resolve import (
-    Call,
-    Keep,
+    Entry,
     Leaves,
     Transforms,
     call_multi_value_fn,
@@ -131,10 +131,10 @@ def apply_transformations(
     values, unknown = [], []
     for key, own in new.items():
         outcome = prepared.resolve(key, original.has, bool(default_to_original))
-        if isinstance(outcome, Keep):
+        if outcome is None or outcome is Own.KEEP_TARGET:
             values.append(own)
-            unknown.extend([] if outcome.known else [key])
-        elif isinstance(outcome, Call):
+            unknown += [key] * (outcome is None)
+        elif isinstance(outcome, Entry):
             values.append(call_multi_value_fn(outcome.transform, key, original_tree, restore_args(own), in_memory=True))
         else:
             value, transform = original.of(outcome.source), outcome.transform

@@ -12,6 +12,7 @@ import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import Path, joined, show_path
+from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat._trees.state_dict import key_name
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
@@ -22,19 +23,6 @@ class Take(NamedTuple):
 
     source: str | Path  # key path joined with ``/``, or a tuple if the transform gave a tuple
     transform: Any = None  # with a value_fn to apply if it has one; None if no transform matched
-
-
-class Call(NamedTuple):
-    """Outcome: call the multi_value_fn of the transform with a key."""
-
-    transform: Any
-    key: str
-
-
-class Keep(NamedTuple):
-    """Outcome: keep the target's value."""
-
-    known: bool  # False if neither a transform nor the checkpoint has the leaf
 
 
 class Leaves(dict[Path, Any]):
@@ -65,7 +53,9 @@ class Leaves(dict[Path, Any]):
 _LITERAL = re.compile(r"[\w/ -]*")
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """One transform; as an outcome: call its multi_value_fn."""
+
     number: int
     key: str
     pattern: re.Pattern[str] | None  # None for a literal key
@@ -95,7 +85,7 @@ class Transforms:
                 raise NameCollisionError(f"transforms: two entries for {key!r}; leave one out", leaf=key)
             check(transform, key)
             flat[key] = transform
-        self._entries = tuple(_Entry(at, key, _compiled(key), flat[key]) for at, key in enumerate(flat))
+        self._entries = tuple(Entry(at, key, _compiled(key), flat[key]) for at, key in enumerate(flat))
         # Literal keys are looked up: a search through one transform for each leaf would be quadratic.
         self._literals = {entry.key: entry for entry in self._entries if entry.pattern is None}
         self._patterns = [entry for entry in self._entries if entry.pattern is not None]
@@ -103,7 +93,7 @@ class Transforms:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _matching(self, key: str) -> list[_Entry]:
+    def _matching(self, key: str) -> list[Entry]:
         """Return the transforms that match a key, in order."""
         found = [entry for entry in self._patterns if entry.matches(key)]
         if key in self._literals:
@@ -126,41 +116,41 @@ class Transforms:
         default_to_original: bool = True,
         is_empty: Callable[[str | Path], bool] = lambda _: False,
         like: Callable[[str], str] = lambda _: "",
-    ) -> Take | Call | Keep:
-        """Resolve one target leaf. Matching transforms apply in order; the last one wins.
+    ) -> Take | Entry | Own | None:
+        """Resolve one target leaf; None if neither a transform nor the checkpoint has it, and its own value stays.
+
+        Matching transforms apply in order; the last one wins.
 
         ``has`` returns whether a stored leaf exists, by its name joined with ``/`` or its tuple of names. By
         ``default_to_original``, leaves that no transform matches come from the checkpoint, and fallbacks from the
         target; else the other way round. Raise TransformError if a matching transform asks for a leaf that does not
         exist, even if a later one replaces it, or for an empty container or None (``is_empty``) that none replaces;
         ``like`` returns an end for its message, of the name of that leaf."""
-        outcome: Take | Call | Keep | None = None
-        winner: _Entry | None = None
+        outcome: Take | Entry | Own | None = None
+        winner: Entry | None = None
         for entry in self._matching(key):
             # A fallback to the target leaves alone what an earlier transform gave.
             one = _of_one(entry, key, default_to_original)
             if isinstance(one, Take) and not (has(one.source) or is_empty(one.source)):
                 raise _absent(entry, key, one.source, like)
-            outcome, winner = one or outcome or Keep(known=True), entry if one else winner
+            outcome, winner = one or outcome or Own.KEEP_TARGET, entry if one else winner
         if winner is not None and isinstance(outcome, Take) and not has(outcome.source):
             raise _absent(winner, key, outcome.source, like)
-        if outcome is not None:
-            return outcome
-        if not has(key):
-            return Keep(known=False)
-        return Take(key) if default_to_original else Keep(known=True)
+        if outcome is None and has(key):
+            return Take(key) if default_to_original else Own.KEEP_TARGET
+        return outcome
 
 
-def _of_one(entry: _Entry, key: str, default_to_original: bool) -> Take | Call | None:
+def _of_one(entry: Entry, key: str, default_to_original: bool) -> Take | Entry | None:
     transform = entry.transform
     if transform.use_fallback and default_to_original:
         return None
     if transform.multi_value_fn is not None:
-        return Call(transform, entry.key)
+        return entry
     return Take(_source(entry, key), transform)
 
 
-def _absent(entry: _Entry, key: str, source: str | Path, like: Callable[[str], str]) -> TransformError:
+def _absent(entry: Entry, key: str, source: str | Path, like: Callable[[str], str]) -> TransformError:
     is_fallback = entry.transform.use_fallback
     note = " (use_fallback with default_to_original=False takes the stored leaf)" if is_fallback else ""
     near = like(joined(source) if isinstance(source, tuple) else source)
@@ -171,7 +161,7 @@ def _absent(entry: _Entry, key: str, source: str | Path, like: Callable[[str], s
     )
 
 
-def _source(entry: _Entry, key: str) -> str | Path:
+def _source(entry: Entry, key: str) -> str | Path:
     original = entry.transform.original_key
     if original is None:
         return key
