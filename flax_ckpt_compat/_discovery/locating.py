@@ -38,7 +38,7 @@ class LocatedCheckpoint:
 def find(checkpoint_dir: CheckpointDir, step: Any) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
     look = _latest if step is None else functools.partial(_of_step, step=step)
-    return saved_steps.in_one_listing(checkpoint_dir, look, root=checkpoint_dir.root, lists_denied=step is not None)
+    return saved_steps.in_one_listing(checkpoint_dir, look, root=checkpoint_dir.root)
 
 
 def _latest(directory: Directory) -> LocatedCheckpoint | Absence:
@@ -157,7 +157,7 @@ def read_found(
             remedy = "keep more checkpoints (keep=), or save less often"
             raise errors.CheckpointNotFoundError(f"{what}; {remedy}", path=removed[0].path) from error
 
-    return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root, lists_denied=step is not None)
+    return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root)
 
 
 def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:

@@ -154,9 +154,9 @@ class Entry:
 class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
-    def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
-        """Raise `ChangedError` for a listed name that is not there, unless ``tolerant``; see `contents_of` for both."""
-        self.checkpoint_dir, self.tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
+    def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False):
+        """Raise `ChangedError` for a listed name that is not there, unless ``tolerant``; see `contents_of`."""
+        self.checkpoint_dir, self.tolerant = checkpoint_dir, tolerant
         self._classified: dict[str, Contents] = {}
 
     @functools.cached_property
@@ -205,7 +205,7 @@ class Directory:
         """Return what an entry holds; raise `ChangedError` if it has vanished since it was listed."""
         found = self._classified.get(entry.name)
         if found is None:
-            found = contents_of(entry.location, lists_denied=self._lists_denied, tolerant=self.tolerant)
+            found = contents_of(entry.location, lists_denied=True, tolerant=self.tolerant)
             if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
                 found = dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
             self._classified[entry.name] = found
@@ -232,7 +232,7 @@ class Directory:
         return next((entry for entry in entries if is_wanted(self.classify(entry))), None)
 
     def counts(self, entry: Entry) -> bool:
-        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
+        """Return whether look-ups include it: complete checkpoints, what may be one, and, as in Flax, foreign ones."""
         state = self.classify(entry).state
         if state is State.FOREIGN:  # without a prefix every other folder of the directory would count
             return not entry.managed and (entry.step is not None or self.checkpoint_dir.prefix != "")
@@ -270,11 +270,7 @@ def _order(entry: Entry) -> tuple[float, bool, str]:
 
 
 def in_one_listing(
-    checkpoint_dir: CheckpointDir,
-    look: Callable[[Directory], _Result],
-    *,
-    root: Location | None = None,
-    lists_denied: bool = False,
+    checkpoint_dir: CheckpointDir, look: Callable[[Directory], _Result], *, root: Location | None = None
 ) -> _Result:
     """Return what ``look`` finds, or reads, in one listing; list again, up to `ROUNDS` times, after a `ChangedError`.
 
@@ -282,7 +278,7 @@ def in_one_listing(
     where = root or checkpoint_dir.directory  # in a store one listing of the root, which may be above, tells
     for rest in reversed(range(ROUNDS)):
         try:
-            return look(Directory(checkpoint_dir.listed(where), tolerant=not rest, lists_denied=lists_denied))
+            return look(Directory(checkpoint_dir.listed(where), tolerant=not rest))
         except ChangedError:
             where = where.unlisted()
     raise AssertionError
@@ -299,7 +295,8 @@ def latest_of(directory: Directory) -> Entry | None:
                 what = f"{folder} lists {entry.name}, but it is not there: others have changed the directory, or its "
                 what += "network file system still shows an old list. Try again in a minute, or name a step with step="
                 raise CheckpointNotFoundError(what, path=entry.location.path, has_remedy=True)
-            may_be = not is_longer or (found.is_complete and is_checkpoint(entry.location))
+            is_denied = found.state is State.DENIED  # it may be the latest: a restore of it tells of the permission
+            may_be = not is_longer or is_denied or (found.is_complete and is_checkpoint(entry.location))
             if may_be and directory.counts(entry):
                 directory.warn_of_incomplete(passed)
                 if is_longer:

@@ -69,7 +69,7 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
             raise ChangedError
         return [record for record in found if record is not None]
 
-    yield from saved_steps.in_one_listing(checkpoint_dir, records, lists_denied=True)
+    yield from saved_steps.in_one_listing(checkpoint_dir, records)
 
 
 def record_of(location: Location, step: float | None, shown: str, found: Contents) -> CheckpointRecord | None:

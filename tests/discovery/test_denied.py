@@ -82,6 +82,9 @@ def test_saves(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir, tree = runs / "a", {"w": np.ones(3)}
     assert checkpoints.available_steps(run_dir) == [1, 2]
     (run_dir / "checkpoint_2").chmod(0)
+    assert checkpoints.latest_checkpoint(run_dir) == str(run_dir / "checkpoint_2")
+    with pytest.raises(PermissionError, match="checkpoint_2 could not be listed"):
+        checkpoints.restore_checkpoint(run_dir, tree)
     with pytest.raises(InvalidCheckpointError, match="checkpoint_2 is newer"):
         checkpoints.save_checkpoint(run_dir, tree, 0)
     (run_dir / "checkpoint_2").chmod(0o700)
