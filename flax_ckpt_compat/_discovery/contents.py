@@ -301,9 +301,14 @@ def _directory(path: Location, names: set[str]) -> Contents:
         # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
         is_named = names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *orbax_directory.RANDOM_KEYS))
         is_one = bool(is_named or orbax_directory.only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(path.name))
-    state, is_marked = State.INCOMPLETE if why else State.COMPLETE, bool(names.intersection(MARKERS))
-    flags = {"is_upload": upload is not None, "is_marked": is_marked, "is_one_checkpoint": is_one}
-    return dataclasses.replace(found, state=state, why=why, **flags)
+    return dataclasses.replace(
+        found,
+        state=State.INCOMPLETE if why else State.COMPLETE,
+        why=why,
+        is_upload=upload is not None,
+        is_marked=bool(names.intersection(MARKERS)),
+        is_one_checkpoint=is_one,
+    )
 
 
 def _described(path: Location, names: set[str]) -> Contents:

@@ -338,7 +338,7 @@ def _tree(file: Location, leaves: Mapping[Path, Any], separator: str, *, is_flat
     if not is_flat:
         with suppress(errors.NameCollisionError):
             return from_leaves(leaves)
-    flat = {(separator.join(path),): leaf for path, leaf in leaves.items()}
+    flat: dict[Path, Any] = {(separator.join(path),): leaf for path, leaf in leaves.items()}
     if len(flat) < len(leaves):
         raise _damaged(file, "two of its key paths are one name")
     for path, leaf in flat.items():
