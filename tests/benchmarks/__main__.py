@@ -35,7 +35,7 @@ def _measure(options: argparse.Namespace, workdir: str) -> report.Results:
         results["workloads"][workload.name] = about
         results["seconds"] += series.entries.values()
         for table in report.tables(workload.name, workload.summary, series):
-            table.show()
+            print(f"\n{table.markdown()}")
     return results
 
 

@@ -135,7 +135,7 @@ def main() -> int:
         (one.name, f"{one.value:.3g}", f"{LIMITS[one.name][0]:.3g}", f"{one.limit:.3g}", "yes" if one.kept else "NO")
         for one in figures
     ]
-    Table("Speed check", ("what", "now", "when set", "limit", "kept"), rows).show()
+    print(Table("Speed check", ("what", "now", "when set", "limit", "kept"), rows).markdown())
     broken = [one.name for one in figures if not one.kept]
     if broken:
         print(f"above the limit: {'; '.join(broken)}. Profile it, or say in LIMITS why it has to cost more.")

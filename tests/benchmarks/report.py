@@ -6,7 +6,6 @@
 import dataclasses
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +63,9 @@ class Table:
     rows: list[tuple[str, ...]]
 
     def markdown(self) -> str:
-        """The table for RESULTS.md."""
+        """The table for RESULTS.md, and what is printed."""
         lines = [self.columns, ("---",) + ("---:",) * (len(self.columns) - 1), *self.rows]
         return "\n".join([f"### {self.title}", "", *("| " + " | ".join(cells) + " |" for cells in lines)])
-
-    def show(self) -> None:
-        """Prints it: in colour on a terminal, as plain aligned text into a pipe."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        terminal = sys.stdout.isatty()
-        console = Console(width=None if terminal else 200, highlight=False)
-        console.print(f"\n{self.title}", style="bold")
-        table = RichTable(box=box.SIMPLE_HEAD if terminal else None)
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=not terminal)
-        for row in self.rows:
-            table.add_row(*row, style="bold" if row[0].startswith("ours") else None)
-        console.print(table)
 
 
 def tables(workload: str, summary: str, series: Series) -> list[Table]:

@@ -50,7 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
         print("; ".join(f"{name} {fact}" for name, fact in disk.machine_facts(workdir).items()))
         for name in options.only or WORKLOADS:
             entries = _entries(name, measure(name, options.rounds, workdir))
-            report.losses_table(entries, {"title": chosen[name].summary, "nbytes": chosen[name].nbytes}).show()
+            print(
+                report.losses_table(entries, {"title": chosen[name].summary, "nbytes": chosen[name].nbytes}).markdown()
+            )
             lost += entries
     if options.write:
         report.write({**json.loads(report.DATA.read_text(encoding="utf-8")), "losses": lost})

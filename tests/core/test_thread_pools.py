@@ -13,6 +13,7 @@ import weakref
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -154,12 +155,8 @@ def test_ctrl_c_anywhere_in_a_task() -> None:
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_a_task_that_is_ended_is_not_done(error: BaseException) -> None:
     """What ends a program is raised where the result is wanted, like any error: there is none to go on with."""
-
-    def end() -> None:
-        raise error
-
     with Pool(1) as pool:
-        task = pool.submit(end)
+        task = pool.submit(Mock(side_effect=error))
         task.wait(20)
         with pytest.raises(type(error)):
             task.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +12,9 @@ import pytest
 from flax_ckpt_compat.legacy import BACKEND
 
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import iter_leaves
-from tests.support.trees import to_branches, to_values
+from tests.support.trees import read_whole, to_branches
 
-
-def restore(path: Path, *, verify: bool = False) -> Any:
-    """Everything in the file, as plain dicts and lists."""
-    reader = BACKEND.open(location_of(path), verify=verify)
-    try:
-        handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
-        values = dict(zip(map(id, handles), reader.read(handles), strict=True))
-        return to_values(reader.tree, values)
-    finally:
-        reader.close()
+restore = functools.partial(read_whole, BACKEND)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ LOOKS: dict[str, Callable[[str], Any]] = {
     "latest": lambda folder: int(str(checkpoints.latest_checkpoint(folder)).rpartition("_")[2]),
     "steps": lambda folder: checkpoints.available_steps(folder)[-1],
     "iterate": lambda folder: list(flax_ckpt_compat.iter_checkpoints(folder))[-1].step,
-    "open": lambda folder: _opened(folder).step,
+    "open": lambda folder: flax_ckpt_compat.open_checkpoint(folder).step,
     "plan": lambda folder: int(flax_ckpt_compat.plan_restore(folder, small(-1)).path.rpartition("_")[2]),
 }
 
@@ -93,11 +93,6 @@ def look_while_the_other_does_not(folder: str, orbax: bool, step: int) -> int | 
     barrier("process 0 has looked")
     manager.wait_previous_save()
     return seen
-
-
-def _opened(folder: str) -> Any:
-    with flax_ckpt_compat.open_checkpoint(folder) as opened:
-        return opened
 
 
 def fail(folder: str, orbax: bool, at: str) -> None:

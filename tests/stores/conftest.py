@@ -6,6 +6,7 @@ import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,16 +39,21 @@ def s3_server() -> Iterator[Proxy]:
         yield proxy
 
 
+def _empty(kind: Any, proxy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An empty bucket of a kind, to which the environment leads the library through a proxy without faults."""
+    for name, value in kind.environment(proxy).items():
+        monkeypatch.setenv(name, value)
+    proxy.log.clear()
+    yield kind.new_bucket(proxy)
+    proxy.rule = lambda method, path: ""
+
+
 @pytest.fixture
 def bucket(s3_server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """An empty bucket, to which the environment leads the library through a proxy without faults."""
+    """An empty bucket of s3://."""
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in s3.environment(s3_server).items():
-        monkeypatch.setenv(name, value)
-    s3_server.log.clear()
-    yield s3.new_bucket(s3_server)
-    s3_server.rule = lambda method, path: ""
+    yield from _empty(s3, s3_server, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -62,12 +68,8 @@ def gs_server() -> Iterator[GsProxy]:
 
 @pytest.fixture
 def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[GsBucket]:
-    """An empty bucket of gs://, to which the environment leads the library through a proxy without faults."""
-    for name, value in gs.environment(gs_server).items():
-        monkeypatch.setenv(name, value)
-    gs_server.log.clear()
-    yield gs.new_bucket(gs_server)
-    gs_server.rule = lambda method, path: ""
+    """An empty bucket of gs://."""
+    yield from _empty(gs, gs_server, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -81,12 +83,9 @@ def az_server() -> Iterator[AzProxy]:
 
 
 @pytest.fixture
-def az_bucket(az_server: AzProxy, monkeypatch: pytest.MonkeyPatch) -> AzBucket:
-    """An empty container of az://, to which the environment leads adlfs through a proxy."""
-    for name, value in az.environment(az_server).items():
-        monkeypatch.setenv(name, value)
-    az_server.proxy.log.clear()
-    return az.new_bucket(az_server)
+def az_bucket(az_server: AzProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzBucket]:
+    """An empty container of az://."""
+    yield from _empty(az, az_server, monkeypatch)
 
 
 @pytest.fixture

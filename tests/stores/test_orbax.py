@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax
 import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat.errors import ChecksumError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.both_formats.test_corpus import assert_equal, restore
@@ -24,15 +21,6 @@ from tests.support.s3 import Bucket
 NEVER_MERGED = corpus.Case("flax-0.7.5_orbax-0.4.4", "orbax_pytree_no_ocdbt/plain")
 NESTED = "flax-0.7.4_orbax-0.4.1"
 MANY_FILES = tuple(f"no_ocdbt/{name}" for name in ("aggregate", "flax_save_args", "full", "zarr3"))
-
-
-@pytest.fixture(autouse=True)
-def orbax_format() -> Iterator[None]:
-    """Saves in Orbax's format, and lets real Orbax warn."""
-    before: Any = flax.config.flax_use_orbax_checkpointing
-    flax.config.update("flax_use_orbax_checkpointing", True)
-    yield
-    flax.config.update("flax_use_orbax_checkpointing", before)
 
 
 def one_of_each_kind() -> list[corpus.Case]:
@@ -135,7 +123,8 @@ def test_damage_is_told_from_refusal(compression: str | None, bucket: Bucket, tm
 def test_flipped_bits_have_the_wrong_checksum(any_bucket: Bucket | GsBucket) -> None:
     """The file of checksums is an object, too: whole arrays, slices of one request, and the structure are verified."""
     array = np.random.default_rng(0).standard_normal((1024, 700)).astype(np.float32)  # three blocks
-    url = checkpoints.save_checkpoint(f"{any_bucket.url}/run", {"a": array, "b": np.arange(300.0)}, 1)
+    tree = {"a": array, "b": np.arange(300.0)}
+    url = flax_ckpt_compat.save(f"{any_bucket.url}/run", tree, step=1, format="orbax")
     data = max(any_bucket.keys("run/checkpoint_1/d/"), key=lambda key: len(any_bucket.get(key)))
     contents = {data: any_bucket.get(data), "run/checkpoint_1/_METADATA": any_bucket.get("run/checkpoint_1/_METADATA")}
     places = [(data, contents[data].index(array.tobytes()) + at) for at in (0, 1 << 20, array.nbytes - 1)]

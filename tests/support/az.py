@@ -28,17 +28,16 @@ def why_not() -> str | None:
     return None if shutil.which("azurite-blob") else "Azurite is not installed (npm install -g azurite)"
 
 
-@dataclasses.dataclass(frozen=True)
-class AzProxy:
-    """A server, and the proxy before it.
+class AzProxy(Proxy):
+    """The proxy before a server.
 
     Attributes:
         port: of the server.
-        proxy: of the library's requests.
     """
 
-    port: int
-    proxy: Proxy
+    def __init__(self, port: int) -> None:
+        self.port = port
+        super().__init__(functools.partial(forward, port))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +88,21 @@ def serving() -> Iterator[AzProxy]:
     command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     command += ["--skipApiVersionCheck", "--disableTelemetry"]
     with servers.serving(command, port, stdin=subprocess.DEVNULL):
-        proxy = Proxy(functools.partial(forward, port))
-        yield AzProxy(port, proxy)
+        proxy = AzProxy(port)
+        yield proxy
         proxy.close()
 
 
-def new_bucket(server: AzProxy) -> AzBucket:
+def new_bucket(proxy: AzProxy) -> AzBucket:
     """A container with a name of its own."""
     from azure.storage.blob import ContainerClient
 
     name = f"b-{uuid.uuid4().hex[:12]}"
-    client = ContainerClient.from_connection_string(connection(f"http://127.0.0.1:{server.port}"), name)
+    client = ContainerClient.from_connection_string(connection(f"http://127.0.0.1:{proxy.port}"), name)
     client.create_container()
-    return AzBucket(name, server.proxy, client)
+    return AzBucket(name, proxy, client)
 
 
-def environment(server: AzProxy) -> dict[str, str]:
+def environment(proxy: AzProxy) -> dict[str, str]:
     """The variables that lead the library, and its subprocesses, to the proxy."""
-    return {"AZURE_STORAGE_CONNECTION_STRING": connection(server.proxy.url)}
+    return {"AZURE_STORAGE_CONNECTION_STRING": connection(proxy.url)}

@@ -18,7 +18,6 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -106,13 +105,6 @@ class Program:
         self.stdout.close()
         self.stderr.close()
         self._channel.close()
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.wait()
-        self.close()
 
 
 def devices(count: int) -> dict[str, str]:

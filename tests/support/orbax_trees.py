@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
-from tests.support.trees import to_values
+from tests.support.trees import read_whole
 
 BACKEND = backend_for(Format.ORBAX)
+load = functools.partial(read_whole, BACKEND)
 
 
 def branches(tree: Any) -> Node:
@@ -46,15 +48,6 @@ def handles(path: Any) -> dict[str, LeafHandle]:
     """The handles of a checkpoint by key path joined with ``/``."""
     reader = BACKEND.open(location_of(path))
     return {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)}
-
-
-def load(path: Any) -> Any:
-    """A checkpoint read with our reader, all leaves at once, in dicts, lists and tuples."""
-    reader = BACKEND.open(location_of(path))
-    found = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
-    values = dict(zip(map(id, found), reader.read(found), strict=True))
-    reader.close()
-    return to_values(reader.tree, values)
 
 
 def database(path: Any, prefix: str = "") -> Any:

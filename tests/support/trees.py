@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from typing import Any
@@ -10,8 +11,10 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
 
 NUMPY_DTYPES = [np.dtype(name) for name in (*"?bhiqBHIQefdFD", "M8[s]", "m8[ns]", "U3", "S2")]
 ML_DTYPES = [
@@ -91,6 +94,13 @@ def to_branches(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     return Branch({name: to_branches(child) for name, child in tree.items()})
+
+
+def read_whole(backend: Any, path: Any, *, verify: bool = False) -> Any:
+    """A checkpoint as a backend's reader gives it, all leaves at once, in dicts, lists and tuples."""
+    with contextlib.closing(backend.open(location_of(path), verify=verify)) as reader:
+        handles = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
+        return to_values(reader.tree, dict(zip(map(id, handles), reader.read(handles), strict=True)))
 
 
 def to_values(node: Any, values: dict[int, Any]) -> Any:
