@@ -230,7 +230,7 @@ class _DataFile:
     def make_room_for(self, data: memoryview) -> None:
         """Add zeros, less than a page, so that a large value that comes next begins as far into a page as in memory."""
         if self._file.is_past_cache and len(data) >= memory.PAGED_FROM:
-            self.append(memoryview(bytes((memory.address_of(data) - self.size) % memory.PAGE)))
+            self.append(memoryview(bytes((np.frombuffer(data, np.uint8).ctypes.data - self.size) % memory.PAGE)))
 
     def flush(self) -> None:
         """Write what was added."""

@@ -41,18 +41,14 @@ def relative_to(box: Box, outer: Box) -> Box:
 
 def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
     """Yield index and box of every chunk that a box intersects; chunks at the edge reach beyond the array."""
-    if 0 in shape_of(box):
-        return
-    first = [side.start // length for side, length in zip(box, chunks, strict=True)]
-    counts = [-(-side.stop // length) - at for side, length, at in zip(box, chunks, first, strict=True)]
-    # Not itertools.product, which materializes every axis: a hostile grid has 2**60 chunks.
-    for flat in range(math.prod(counts)):
-        index: list[int] = []
-        for start, count in zip(reversed(first), reversed(counts), strict=True):
-            flat, position = divmod(flat, count)
-            index.append(start + position)
-        cell = tuple(reversed(index))
-        yield cell, tuple(slice(i * length, (i + 1) * length) for i, length in zip(cell, chunks, strict=True))
+    if not box:
+        yield (), ()
+    elif 0 not in shape_of(box):
+        # Not itertools.product, which materializes every axis: a hostile grid has 2**60 chunks.
+        for at in range(box[0].start // chunks[0], -(-box[0].stop // chunks[0])):
+            side = slice(at * chunks[0], (at + 1) * chunks[0])
+            for index, sides in cells(box[1:], chunks[1:]):
+                yield (at, *index), (side, *sides)
 
 
 def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:

@@ -131,7 +131,6 @@ class Reader(Protocol):
         """Read the values of leaves and slices in order; all slices of an array in one call decode its chunks once.
 
         Arrays are writable, C order and 64-byte aligned; if ``mapped``, large ones may be mappings of a local file."""
-        ...
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
         """Yield indices of slices that cover an array, of ``nbytes`` each, or a chunk that decodes only as a whole."""
@@ -206,29 +205,23 @@ class Backend(Protocol):
         """Validate a tree, plan its storage and return ``prepared`` for the other methods; copy no array data.
 
         With ``process``, each writes its shards of ``replica_id`` 0 of shared arrays; all else comes from process 0."""
-        ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
         """Write the whole checkpoint to a new local file or directory, whose parent exists, and sync it to disk."""
-        ...
 
     def begin_multiprocess(self, save: ProcessSave, /) -> None:
         """Create what the others need before they write, such as directories; called in process 0."""
-        ...
 
     def write_process_part(self, save: ProcessSave, /) -> None:
         """Write and sync this process's part; for a store, upload it, but what only process 0 holds, at its end."""
-        ...
 
     def finish_multiprocess(self, save: ProcessSave, /) -> None:
         """Merge the parts of all processes into one checkpoint and sync it to disk; called in process 0."""
-        ...
 
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a checkpoint and read its structure, by the location's listing, and perhaps small arrays with it.
 
         With ``verify``, check checksums: of the structure now, of arrays when they are read whole and not mapped."""
-        ...
 
 
 def handles_of(reader: Reader) -> list[LeafHandle]:

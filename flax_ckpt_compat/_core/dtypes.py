@@ -49,13 +49,12 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 @functools.cache
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is of real floats, numpy's or ml_dtypes', whose kind is not specific."""
-    # The others of ml_dtypes of that kind are int2, uint4, ….
-    return dtype.kind == "f" or (dtype.kind == "V" and dtype.name in _ML_DTYPES and "int" not in dtype.name)
+    return "float" in dtype.name
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
     """Return whether a dtype is of integers, numpy's or ml_dtypes'."""
-    return dtype.kind in "iu" or (dtype.name in _ML_DTYPES and dtype.kind == "V" and not is_float(dtype))
+    return "int" in dtype.name
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:

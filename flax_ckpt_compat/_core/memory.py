@@ -104,23 +104,9 @@ def freeze(array: Any) -> None:
         array = array.base
 
 
-def address_of(data: Any) -> int:
-    """Return where the bytes of an array, or of other memory, begin."""
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-    return int(array.__array_interface__["data"][0])
-
-
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     """Return the bytes of a C-contiguous array of any dtype (ml_dtypes have no buffer format of their own)."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def drop_first(pieces: list[memoryview], nbytes: int) -> None:
-    """Drop the first bytes of pieces of memory, in place: those that a system call has read or written."""
-    while pieces and nbytes >= len(pieces[0]):
-        nbytes -= len(pieces.pop(0))
-    if nbytes:
-        pieces[0] = pieces[0][nbytes:]
 
 
 def view_as(array: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: Shape) -> np.ndarray[Any, Any]:

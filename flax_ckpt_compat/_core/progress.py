@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import math
@@ -72,7 +71,6 @@ class Meter:
         self._path, self._total = "", 0
         self._start, self._due = 0.0, math.inf  # when it began, and when the next report is due
         self._done = self._counted = 0  # bytes that were reported, and those of all rounds
-        self._added = collections.deque[int]()  # bytes that are not counted yet
         self._rounds = 1
         self._turn = threading.Lock()
 
@@ -83,29 +81,22 @@ class Meter:
             self._due = self._start + _EVERY_SECONDS
         if (path, total) != (self._path, self._total):
             self._path, self._total, self._done = path, total, 0
-        self._added.clear()
         self._counted, self._rounds = 0, rounds
 
     def add(self, nbytes: int, name: str | Path = "") -> None:
         """Count bytes of a leaf, or of a file, that were read or written."""
         if not self.is_on:
             return
-        self._added.append(nbytes)
+        self._counted += nbytes  # without a lock: of what two threads add at once, the last report tells all
         if time.monotonic() >= self._due and self._turn.acquire(blocking=False):
             try:
-                if time.monotonic() >= self._due:  # else another thread has reported meanwhile
-                    self._report(name if isinstance(name, str) else show_path(name))
+                if self._total and time.monotonic() >= self._due:  # else another thread has reported meanwhile
+                    # Never less than before, though some is read or written again; all of it is reported at the end.
+                    self._done = max(self._done, min(self._counted // self._rounds, self._total - 1))
+                    self._call(self._done, name if isinstance(name, str) else show_path(name))
+                    self._due = time.monotonic() + _EVERY_SECONDS
             finally:
                 self._turn.release()
-
-    def _report(self, name: str) -> None:
-        while self._added:
-            self._counted += self._added.popleft()
-        if self._total:
-            # Never less than before, though something is read or written again; all of it is reported at the end alone.
-            self._done = max(self._done, min(self._counted // self._rounds, self._total - 1))
-            self._call(self._done, name)
-        self._due = time.monotonic() + _EVERY_SECONDS
 
     def _call(self, done: int, name: str, error: BaseException | None = None) -> None:
         seconds = time.monotonic() - self._start
@@ -190,13 +181,10 @@ class Stopwatch:
 
     def log(self, done: str, path: str) -> None:
         """Log what was ``done`` ("Saved" or "Restored") at INFO."""
-        if not _log.isEnabledFor(logging.INFO):
-            return
-        nbytes = self._nbytes
         seconds = self._last - self._start
         phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
-        rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
-        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(nbytes), seconds, rate, phases)
+        rate = f", {self._nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(self._nbytes), seconds, rate, phases)
 
 
 def nbytes_of(leaves: Iterable[Any]) -> int:

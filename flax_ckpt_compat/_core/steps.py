@@ -20,9 +20,6 @@ SIGNED_FLOAT_RE = re.compile(rf"([-+]?{NUMBER})")
 UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({NUMBER})")
 MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
 _NUMBERED = re.compile(r"(.*?)(\d{1,15})", re.ASCII | re.DOTALL)  # Python refuses to convert thousands of digits
-# The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
-_STEP = re.compile(rf"[-+]?{NUMBER}")
-_WHOLE = re.compile(r"[-+]?\d+")
 _SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _SEPARATED = re.compile(rf"(?:.*[^0-9A-Za-z.])?{NUMBER}", re.DOTALL)
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
@@ -66,9 +63,9 @@ def linen_names(names: Iterable[str]) -> dict[str, str]:
 @functools.lru_cache(maxsize=1 << 14)  # a save looks at all names of a directory several times, and the next one again
 def parse_step(text: str) -> float | None:
     """Parse the text after a prefix as a step, exact for whole numbers; None if it is not one finite number."""
-    if not _STEP.fullmatch(text) or not math.isfinite(step := float(text)):
+    if not SIGNED_FLOAT_RE.fullmatch(text) or not math.isfinite(step := float(text)):
         return None
-    return int(text) if _WHOLE.fullmatch(text) else step
+    return int(text) if text.lstrip("+-").isdecimal() else step
 
 
 def step_of(name: str, prefix: str) -> float | None:

@@ -160,10 +160,9 @@ def nearest(wanted: str, names: Iterable[str]) -> list[str]:
         for name, path in paths.items()
         if path[-1].isdecimal() or not ours[-1].isdecimal()
     ]
-    if len(found) > _MAX_COMPARED:
-        pairs = set(map(str.__add__, wanted, wanted[1:]))
-        shared = {name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1) for name in found}
-        found = heapq.nlargest(_MAX_COMPARED, found, key=shared.__getitem__)
+    pairs = set(map(str.__add__, wanted, wanted[1:]))
+    shared = {name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1) for name in found}
+    found = heapq.nlargest(_MAX_COMPARED, found, key=shared.__getitem__)
     akin = [name for name in found if _are_akin(ours, paths[name])]
     return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
 

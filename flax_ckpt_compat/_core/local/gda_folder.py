@@ -121,21 +121,20 @@ def remove_orphan(folder: str) -> None:
         if temporaries.is_long_unchanged(generation := os.path.join(folder, name)):
             delete_tree(generation)
     _remove_arrays(folder)
-    _remove_empty(folder)
 
 
 def _remove_arrays(folder: str) -> None:
-    """Remove arrays and the folders that only held arrays; keep generations and everything else."""
+    """Remove arrays and the folders that only held arrays, this one too; keep generations and everything else."""
     entries = list(os.scandir(folder))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False) and not temporaries.is_generation(entry.name):
             _remove_arrays(entry.path)
-            _remove_empty(entry.path)
     if any(entry.name == ZARR2_METADATA for entry in entries):
         for entry in entries:
             if ZARR2_CHUNK.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
         os.unlink(os.path.join(folder, ZARR2_METADATA))  # last: it is the mark of an array
+    _remove_empty(folder)
 
 
 def _remove_empty(folder: str) -> None:

@@ -52,8 +52,11 @@ class NewFile:
             written = os.writev(self.descriptor, pieces[:_MAX_PIECES])
             if not written:
                 raise OSError("the file system accepted no bytes")
-            memory.drop_first(pieces, written)
             self._written += written
+            while pieces and written >= len(pieces[0]):
+                written -= len(pieces.pop(0))
+            if written:
+                pieces[0] = pieces[0][written:]
         length, start_writing = self._written - self._handed_over, function_of_libc("sync_file_range")
         if length >= _WRITEBACK_FROM and start_writing is not None:
             # The disk writes while the next bytes are prepared, so the final sync is short. Errors do not count.
@@ -92,7 +95,7 @@ class _FileOfPages(NewFile):
     def write(self, pieces: list[memoryview]) -> None:
         for piece in pieces:
             head = -self._filled % memory.PAGE
-            if len(piece) < _UNCOPIED_FROM or (memory.address_of(piece) + head) % memory.PAGE:
+            if len(piece) < _UNCOPIED_FROM or (np.frombuffer(piece, np.uint8).ctypes.data + head) % memory.PAGE:
                 self._copy(piece)
                 continue
             end = head + (len(piece) - head) // memory.PAGE * memory.PAGE
