@@ -35,7 +35,7 @@ def open_checksums(source: Source) -> ChecksummedFile | ChecksummedObject | None
     if isinstance(source, LocalFile):
         recorded = recorded_checksums(source.descriptor)
         return None if recorded is None else ChecksummedFile(source, recorded)
-    expected = source.crc32c()
+    expected = source.crc32c
     return None if expected is None else ChecksummedObject(source, expected)
 
 

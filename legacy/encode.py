@@ -15,11 +15,10 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, checksums, dtypes, memory
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError, translated
 from flax_ckpt_compat._core.local import local_file, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
 from flax_ckpt_compat._core.progress import Meter
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import (
     Branch,
     HostCopy,

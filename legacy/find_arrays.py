@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, translated
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from . import format

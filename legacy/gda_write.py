@@ -21,11 +21,11 @@ import zstandard
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave
 from flax_ckpt_compat._core.dtypes import zarr_name
-from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError, translated
 from flax_ckpt_compat._core.local import gda_folder, presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import (
     HostCopy,
@@ -194,7 +194,7 @@ def finish(save: ProcessSave) -> None:
     if not arrays:
         return
     folder = gda_folder.folder_of(save.path) if upload is None else upload.folder
-    there = set(presence.files_below(folder) if upload is None else upload.written())
+    there = set(Location(folder).files_below() if upload is None else upload.written())
     lost = [file for array in arrays for file in array.files() if prefix + file not in there]
     if upload is None:  # on network file systems a listing may be stale
         lost = [file for file in lost if not presence.isfile(os.path.join(folder, prefix, file))]

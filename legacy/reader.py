@@ -14,10 +14,9 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, backend, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Read, Source
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, translated
 from flax_ckpt_compat._core.local.local_file import MAPPED_FROM, LocalFile
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import KeyData, Node
 

@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ProcessSave
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, translated
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.commit import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -62,7 +60,7 @@ def write(save: ProcessSave) -> None:
         write_files(file_of_database(record, own, path))
     sync_directory(own)
     if upload is not None:
-        sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
+        sent = [os.path.relpath(os.path.join(own, name), path) for name in Location(own).files_below()]
         upload.upload_files(path, sent, options.meter)
 
 
@@ -129,6 +127,6 @@ def merge(path: str, names: Sequence[str], location: Location) -> Entries:
         raise _incomplete(location, str(error)) from error
     entries = [entry for part in parts for entry in part.items()]
     if entries:
-        with translated(path, "written", TENSORSTORE_ERRORS):
+        with translated(path, "written"):
             write_index(path, entries)
     return dict(entries)

@@ -13,13 +13,12 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
-from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, translated
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import show_path
 
 from .chunk_codecs import MAX_RATIO

@@ -25,11 +25,10 @@ from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import StorageError, is_of_handler
+from flax_ckpt_compat._core.errors import TENSORSTORE_ERRORS, StorageError, is_of_handler, translated
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array, start_transfer
 
 from .encode_leaves import EncodedLeaf

@@ -17,11 +17,10 @@ from flax_ckpt_compat._convert.plan_output import Output, files_below
 from flax_ckpt_compat._convert.stored_trees import to_write
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError, translated, writing
 from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location, of_text
-from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.opening import Opened

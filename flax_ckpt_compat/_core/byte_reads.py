@@ -36,6 +36,7 @@ class Source(abc.ABC):
     # long as 1 MiB. Bytes of the longest read that joins several ranges. Threads that read at once.
     gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
     is_local = is_closed = False
+    crc32c: int | None = None  # of this version, where its store reports one
 
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> bytes:
@@ -46,10 +47,6 @@ class Source(abc.ABC):
         data = self.read(offset, offset + len(target))
         target[: len(data)] = data
         return len(data)
-
-    def crc32c(self) -> int | None:
-        """Return the CRC-32C of this version that its store reports, or None."""
-        return None
 
     def close(self) -> None:  # noqa: B027  (stores inherit it)
         """Close it; of a store nothing is open."""

@@ -1,13 +1,16 @@
 """Define the errors that do not depend on flax; ``flax_ckpt_compat.errors`` re-exports them, and has the others.
 
-Each class inherits the built-in that callers of Flax already catch."""
+Each class inherits the built-in that callers of Flax already catch. Errors of the file system, and of TensorStore on
+it, are translated into ours here, with reason and remedy."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import traceback
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.text_formatting import printable
@@ -199,18 +202,6 @@ class MissingPathError(StorageError, FileNotFoundError):
     """A file or folder is not there, or a part of its path is a file; code may catch Python's FileNotFoundError."""
 
 
-_KINDS = {
-    FileNotFoundError: MissingPathError,
-    NotADirectoryError: MissingPathError,
-    PermissionError: PermissionDeniedError,
-}
-
-
-def storage_error_of(message: str, *, path: str | None, errno: int | None) -> StorageError:
-    """Return the StorageError of an error number, as `OSError` chooses its class."""
-    return _KINDS.get(type(OSError(errno or 0, "")), StorageError)(message, path=path, errno=errno)
-
-
 class CleanupError(StorageError):
     """The checkpoint was saved, but checkpoints that it replaces, or that ``keep`` evicts, could not be removed."""
 
@@ -248,3 +239,74 @@ def _code_of(handler: Any) -> Any:
     if not hasattr(handler, "__code__") and callable(handler):
         handler = type(handler).__call__
     return getattr(handler, "__code__", None)
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions of {folder}, and of what is in it"),
+    **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
+    errno.EROFS: "{folder} is mounted read-only; save to another directory",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many files are open; close some, or raise ulimit -n"),
+    errno.EFBIG: "a file would be too large for this process (ulimit -f) or the file system",
+    errno.ENOTEMPTY: "another program wrote there meanwhile; try again",
+    errno.ENOTDIR: "a part of this path is no directory; check the path",
+    errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
+    errno.ENAMETOOLONG: "shorten the directory, the prefix or the step",
+}
+TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
+_KINDS = {
+    FileNotFoundError: MissingPathError,
+    NotADirectoryError: MissingPathError,
+    PermissionError: PermissionDeniedError,
+}
+
+
+class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up enters one, so it is no generator)
+    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; ``doing`` completes "could not be …".
+
+    StorageErrors about a ``temporary`` become such about the checkpoint at the path, too."""
+
+    def __init__(
+        self, path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,), temporary: str = ""
+    ):
+        self._path, self._doing, self._kinds, self._temporary = path, doing, kinds, temporary
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # A ProcessTimeoutError is an OSError, because it is a TimeoutError.
+        is_ours = isinstance(error, CheckpointError) and not (self._temporary and isinstance(error, StorageError))
+        if isinstance(error, self._kinds) and not is_ours and not is_of_handler(error):
+            raise storage_error(self._path, error, self._doing, self._temporary) from (error.__cause__ or error)
+
+
+def writing(path: str, temporary: str) -> translated:
+    """Return what translates an OSError about a temporary into a StorageError about the checkpoint."""
+    return translated(path, "saved", temporary=temporary)
+
+
+def storage_error(path: str, error: Exception, doing: str = "", temporary: str = "") -> StorageError:
+    """Return the StorageError for an error of the file system, or of TensorStore on it; see `translated`."""
+    number, folder = getattr(error, "errno", None), os.path.dirname(temporary or path)
+    what = f"{path} could not be {doing}" if doing else path
+    if isinstance(error, StorageError) and not (temporary and number in _REMEDIES):
+        if not temporary:
+            return error
+        reason = str(error).replace(temporary, path)
+        message = reason if reason.startswith(path) else f"{what}: {reason}"
+    else:
+        if number in _REMEDIES:
+            remedy = _REMEDIES[number].format(folder=folder)
+        elif doing and "://" in path:
+            remedy = "nothing else may change what is there meanwhile; try again"
+        elif number == errno.ENOENT:
+            remedy = "it was removed meanwhile, or was never there"
+        else:
+            remedy = "check the path, and the disk or network file system that it is on"
+        if number in FULL_DISK and folder != os.path.dirname(path):  # a save to a store, which is prepared there
+            remedy += f", by TMPDIR, in place of {folder}"
+        message = f"{what}: {getattr(error, 'strerror', None) or error}; {remedy}"
+    return _KINDS.get(type(OSError(number or 0, "")), StorageError)(message, path=path, errno=number)
+
+
+def not_found(url: str) -> FileNotFoundError:
+    """Return the error for a missing object."""
+    return FileNotFoundError(errno.ENOENT, "no such object in the store", url)

@@ -17,10 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, translated
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage_errors import translated
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._core.byte_reads import Source
@@ -31,7 +30,7 @@ _MAX_NAME, _MAX_PATH = 255, 4096  # bytes that Linux takes
 # Methods whose OSErrors become StorageErrors → what completes "could not be …".
 _TRANSLATED = {
     **dict.fromkeys(("isdir", "isfile", "exists", "resolve", "why_too_long", "holds_nothing"), ""),
-    **dict.fromkeys(("listdir", "files_below", "total_size"), "listed"),
+    **dict.fromkeys(("listdir", "files_below"), "listed"),
     **dict.fromkeys(("read", "size", "head", "open_file"), "read"),
 }
 
@@ -170,14 +169,14 @@ class Location:
             return os.listdir(self.path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             # On NFS it is ESTALE that another machine removed it; so is a stale mount, which `isdir` raises.
-            may_lack = {*presence.CANNOT_BE_THERE, errno.ESTALE}
-            if getattr(error, "errno", errno.ENOENT) not in may_lack or presence.isdir(self.path):
+            if presence.isdir(self.path):
                 raise
             raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
 
     def files_below(self) -> list[str]:
         """Return the paths of all files below this folder, relative to it; none if there is no such folder."""
-        return presence.files_below(self.path)
+        walked = os.walk(self.path)
+        return [os.path.relpath(os.path.join(folder, name), self.path) for folder, _, files in walked for name in files]
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Read this file from ``start`` to ``stop``; fewer bytes if it ends before."""
@@ -203,10 +202,10 @@ class Location:
 
     def total_size(self) -> int:
         """Return the bytes of this file, or of all files below this folder; 0 if nothing is here."""
-        total = 0
-        for name in self.files_below() if self.isdir() else [""]:
-            with suppress(OSError):  # removed meanwhile, a link that leads nowhere, or one that may not be seen
-                total += os.stat((self / name).path).st_size
+        here, total = self.listed(), 0
+        for name in here.files_below() if here.isdir() else [""]:
+            with suppress(StorageError):  # removed meanwhile, a link that leads nowhere, or one that may not be seen
+                total += (here / name).size()
         return total
 
     def identity(self) -> tuple[int, int, int] | None:

@@ -6,10 +6,9 @@ import functools
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.errors import CheckpointerError
+from flax_ckpt_compat._core.errors import CheckpointerError, translated
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._save import async_saves, validation
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain

@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import StorageError, add_sentence
+from flax_ckpt_compat._core.errors import FULL_DISK, StorageError, add_sentence, translated
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
-from flax_ckpt_compat._core.storage_errors import FULL_DISK, translated
 from flax_ckpt_compat._discovery import contents, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)

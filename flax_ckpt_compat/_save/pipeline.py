@@ -20,13 +20,13 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
+from flax_ckpt_compat._core.errors import writing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import commit as uploads
 from flax_ckpt_compat._core.progress import Stopwatch, nbytes_of
 from flax_ckpt_compat._core.storage import Listing
-from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for

@@ -166,8 +166,7 @@ def is_terminal(stream: IO[Any] | None) -> bool:
 
 def _paragraph(error: Exception) -> str:
     """Return what is said of an error; of a full disk for the output, nothing more is written to it."""
-    from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-    from flax_ckpt_compat._core.storage_errors import FULL_DISK
+    from flax_ckpt_compat._core.errors import FULL_DISK, CheckpointError, CheckpointNotFoundError
     from flax_ckpt_compat._core.text_formatting import printable
 
     text = printable(f"{type(error).__name__}: {error}")

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
+from flax_ckpt_compat._core.errors import not_found
 from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.object_store import commit, storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, PROCESS_PREFIX
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
-from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat.errors import CheckpointError, ConcurrentWriteError, StorageError
 
 URL = "gs://bucket/run/checkpoint_1"

@@ -201,7 +201,7 @@ class TestStorage:
 
     def test_checksums_of_the_store(self, filled: Place) -> None:
         """A disk tells none, nor does s3://; that of gs:// is the CRC-32C."""
-        found = (location_of(filled.root) / "c/d").open_file().crc32c()
+        found = (location_of(filled.root) / "c/d").open_file().crc32c
         assert found == (checksums.crc32c(b"12") if filled.root.startswith("gs://") else None)
 
 

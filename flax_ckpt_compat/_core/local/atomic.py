@@ -15,11 +15,10 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, translated
 from flax_ckpt_compat._core.local import gda_folder, presence, temporaries
 from flax_ckpt_compat._core.local.syncing import TAKEN, delete_tree, exchange, rename_new, sync_directory
 from flax_ckpt_compat._core.local.temporaries import GONE, parse, release, temporary_path, writer_of
-from flax_ckpt_compat._core.storage_errors import translated
 
 _LOCK_SECONDS, _SWAP_SECONDS, _POLL_SECONDS = 5.0, 1.0, 0.005
 _log = logging.getLogger("flax_ckpt_compat")

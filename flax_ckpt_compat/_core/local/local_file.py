@@ -19,8 +19,8 @@ import numpy as np
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.byte_reads import Source
+from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local.presence import open_regular
-from flax_ckpt_compat._core.storage_errors import translated
 
 MAPPED_FROM = 32 * 2**10  # bytes, below which a copy costs no more than the page faults
 _ATTRIBUTE = "user.flax_ckpt_compat.checksums"

@@ -13,8 +13,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, storage_error
 
 # Nothing is there, or the file system does not accept the name. ESTALE is not among them: Linux looks a stale name up
 # again, so that what is stale then is the mount, or the directory that the name is in.
@@ -63,15 +62,6 @@ def dangling_link(path: str) -> str | None:
     if not islink(path) or mode(path):
         return None
     return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"
-
-
-def files_below(directory: str) -> list[str]:
-    """Return the paths of all files below a local directory, relative to it."""
-    return [
-        os.path.relpath(os.path.join(folder, name), directory)
-        for folder, _, files in os.walk(directory)
-        for name in files
-    ]
 
 
 def open_regular(path: str) -> int:

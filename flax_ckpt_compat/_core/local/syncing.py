@@ -12,10 +12,9 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, translated
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.temporaries import create_file
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import run_apart
 
 # Some file systems cannot sync files, or directories; a directory may be writable but not readable.

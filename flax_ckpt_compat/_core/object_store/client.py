@@ -17,10 +17,9 @@ from contextlib import suppress
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 from flax_ckpt_compat._core.byte_reads import Source
-from flax_ckpt_compat._core.errors import StorageError, is_of_handler
+from flax_ckpt_compat._core.errors import StorageError, is_of_handler, not_found
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
-from flax_ckpt_compat._core.storage_errors import not_found
 
 ABSENT = ""  # the version of an object that is not there
 EXPIRES_AFTER = 24 * 3600  # s; then a writer without a commit counts as dead
@@ -245,7 +244,7 @@ class OpenedObject(Source):
         self.path, self._client = url, client
         if (found := client.find(url)) is None:
             raise not_found(url)
-        self.size, self.version, self._crc32c = found
+        self.size, self.version, self.crc32c = found
 
     def read(self, start: int, stop: int) -> bytes:
         if (stop := min(stop, self.size)) <= start:
@@ -257,9 +256,6 @@ class OpenedObject(Source):
         if len(found) != stop - start:
             raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
         return found
-
-    def crc32c(self) -> int | None:
-        return self._crc32c
 
 
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"

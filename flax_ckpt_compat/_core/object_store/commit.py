@@ -32,7 +32,6 @@ from pathlib import Path
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError, split
 from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Client
 from flax_ckpt_compat._core.object_store.other_stores import EpathClient, HubClient, is_known
@@ -338,7 +337,7 @@ class Upload:
             self._publish_file(staged, new)
             return
         uploaded = self.written() if self.marker else []
-        names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
+        names = [name for name in Location(staged).files_below() if name not in {COMMIT_FILE, *uploaded}]
         data = [name for name in names if not is_fixed(name)]
         parts, fixed = [*data, *uploaded], sorted(filter(is_fixed, names))
         if not self.marker:

@@ -14,12 +14,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core.byte_reads import Source
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, not_found, translated
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, imported, replaced, split
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Location, Stat
-from flax_ckpt_compat._core.storage_errors import not_found, translated
 
 # An entry that is not in the local cache is no missing one, but a network that is.
 _MISSING = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")

@@ -10,14 +10,13 @@ from contextlib import suppress
 from typing import Self
 
 from flax_ckpt_compat._core.byte_reads import Source
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, not_found, translated
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.commit import Upload, client_for, is_unfinished
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
-from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _TINY_AT_ONCE = 64  # requests for a few bytes
@@ -87,10 +86,6 @@ class ObjectLocation(Location):
         if (found := self._file()) is None:
             raise not_found(self.path)
         return found.size
-
-    def total_size(self) -> int:
-        found = self._inside().values() or [self._file()]
-        return sum(stat.size for stat in found if stat is not None)
 
     def identity(self) -> None:
         return None
