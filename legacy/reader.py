@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -65,18 +65,10 @@ class MsgpackReader(Reader):
         window = Window(source, data)
         return parse_stream(window, self) if is_stream else parse(window, self, of_orbax=of_orbax)
 
-    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
-        """See `flax_ckpt_compat._core.backend.Reader.boxes`."""
-        array = handle.locator
-        if not isinstance(array, gda_read.FolderArray):
-            return super().boxes(handle, nbytes)
-        limit = max(1, nbytes // max(1, array.dtype.itemsize))
-        return array_boxes.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
-
-    def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
+    def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
         array = handle.locator
-        return array.chunks if isinstance(array, gda_read.FolderArray) else handle.shape
+        return (array.chunks, False) if isinstance(array, gda_read.FolderArray) else super().chunks_of(handle)
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
@@ -158,9 +150,8 @@ class MsgpackReader(Reader):
         locator = None if data is None else data.locator
         if isinstance(locator, gda_read.FolderArray):
             has_checksums = locator.is_sound is not None
-            self.read([data] if has_checksums and not locator.nbytes else [])  # which verifies the metadata
-            for box in self.boxes(data, backend.BATCH_BYTES) if has_checksums else ():
-                self.read([ArraySlice(data, box)])
+            for part in backend.pieces(data) if has_checksums else ():
+                self.read([part])
             return has_checksums
         with translated(self.path, "read"):
             sums = self._sums = self._sums or open_checksums(self._source)

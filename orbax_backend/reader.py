@@ -9,7 +9,6 @@ from typing import Any
 
 from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.array_boxes import readable_boxes
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
@@ -30,7 +29,6 @@ _FILES = {*layout.TREE_FILES, *layout.STEP_FILES, layout.JAX_KEY_METADATA}
 _NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
 _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
 _ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
-_CHECKED_BYTES = 32 << 20
 _OF_HANDLER = "restore it with the orbax_checkpointer, or newer Orbax, that saved it, or leave it out of the target"
 
 
@@ -108,18 +106,12 @@ class OrbaxReader(Reader):
             values[number] = value
         return values
 
-    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
-        """See `flax_ckpt_compat._core.backend.Reader.boxes`."""
-        leaf = handle.locator
-        if not isinstance(leaf, StoredLeaf):
-            return super().boxes(handle, nbytes)
-        limit = max(1, nbytes // max(1, leaf.dtype.itemsize))
-        return readable_boxes(leaf.shape, self.chunks_of(handle), limit, splits_chunks=leaf.info.raw)
-
-    def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
+    def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
         leaf = handle.locator
-        return leaf.info.chunks[: len(leaf.shape)] if isinstance(leaf, StoredLeaf) else handle.shape
+        if not isinstance(leaf, StoredLeaf):
+            return super().chunks_of(handle)
+        return leaf.info.chunks[: len(leaf.shape)], leaf.info.raw
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
@@ -146,8 +138,8 @@ class OrbaxReader(Reader):
         if not isinstance(leaf, StoredLeaf):
             return isinstance(leaf, str) and layout.STRINGS in recorded.intact
         if leaf.info.codec is not None and leaf.info.codec.checksum:
-            for box in self.boxes(handle, _CHECKED_BYTES):
-                self.read([ArraySlice(handle, box)])
+            for part in backend.pieces(handle):
+                self.read([part])
             return True
         return recorded.record() is not None and self._arrays.verify(ArrayRead(handle, leaf.whole), recorded)
 

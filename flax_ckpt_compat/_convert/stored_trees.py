@@ -53,7 +53,7 @@ def to_write(trees: dict[str, Node], count: Callable[[int], None], *, keep_shard
             sharding = leaf.sharding if keep_shardings else layout.MESH_OF_ALL
             return KeyData(value.impl, StoredArray(leaf.shape, value.data.dtype, sharding, lambda: value.data))
         assert leaf.dtype is not None
-        chunks = leaf.reader.chunks_of(leaf)
+        chunks = leaf.reader.chunks_of(leaf)[0]
         # A large array that is split evenly, as a sharded save has it, stays so.
         is_split = leaf.nbytes > _SMALL and chunks != leaf.shape and not any(map(operator.mod, leaf.shape, chunks))
         return StoredArray(

@@ -135,12 +135,13 @@ class Reader(Protocol):
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
         """Yield indices of slices that cover an array, of ``nbytes`` each, or a chunk that decodes only as a whole."""
         assert handle.dtype is not None
-        limit = max(1, nbytes // handle.dtype.itemsize)
-        return array_boxes.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
+        limit = max(1, nbytes // max(1, handle.dtype.itemsize))
+        chunks, has_parts = self.chunks_of(handle)
+        return array_boxes.readable_boxes(handle.shape, chunks, limit, splits_chunks=has_parts)
 
-    def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
-        """Return the shape of the chunks that an array is stored in."""
-        return handle.shape
+    def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
+        """Return the shape of the chunks that an array is stored in, and whether parts of one are read without it."""
+        return handle.shape, True
 
     def inspect(self) -> Inspection:
         """Compare the files with each other and with the tree, without reading arrays."""

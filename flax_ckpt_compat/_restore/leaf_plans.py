@@ -61,7 +61,7 @@ class LeafPlanner:
                 if is_held and not is_single and self._fits(sharding, handle.shape):
                     # One small chunk is read whole in less time than its slices.
                     is_small = is_local and handle.nbytes < _SMALL_BYTES
-                    is_whole = is_small and handle.reader.chunks_of(handle) == handle.shape
+                    is_whole = is_small and handle.reader.chunks_of(handle)[0] == handle.shape
                     slices = None if is_whole else placement.slices(handle, sharding)
                     return LeafPlan(path, handle, target, slices is None, sharding, None, slices)
         return self.stored(path, handle, target)
