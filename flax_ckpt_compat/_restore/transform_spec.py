@@ -231,20 +231,17 @@ class _Chooser:
                 leaf=key,
             )
         found: dict[Path, Derived | FunctionInput] = {}
-        unmatched = dict.fromkeys(wanted)
-        for path, leaf in self._leaves.items():
-            matching = [pattern for pattern in wanted if re.fullmatch(pattern, joined(path))]
-            for pattern in matching:
-                unmatched.pop(pattern, None)
-            if matching:
-                args = wanted[matching[0]]
-                found[path] = leaf if isinstance(leaf, Derived) else FunctionInput(leaf, _example(leaf, args))
-        for pattern in unmatched:
-            raise TransformError(
-                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}; give "
-                "names that are stored",
-                leaf=key,
-            )
+        for pattern, args in wanted.items():
+            matching = {path: leaf for path, leaf in self._leaves.items() if re.fullmatch(pattern, joined(path))}
+            if not matching:
+                raise TransformError(
+                    f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}; give "
+                    "names that are stored",
+                    leaf=key,
+                )
+            for path, leaf in matching.items():
+                one = leaf if isinstance(leaf, Derived) else FunctionInput(leaf, _example(leaf, args))
+                found.setdefault(path, one)  # the first pattern decides
         return found
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flax_ckpt_compat._convert.jobs import FILES, LAYOUTS
-from flax_ckpt_compat._core.arguments import load_name
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
@@ -77,8 +76,6 @@ def command(
 
     Exit code 0: all converted. 1: some could not be, or lack something. 2: refused. 130: interrupted.
     """
-    for name in filter(None, (options["target"], options["transforms"])):
-        load_name(name)  # a wrong name is refused once, not for each checkpoint
     from flax_ckpt_compat._convert import convert
 
     jobs = convert.plan(src, dst, step=step or None, dry_run=dry_run, **options)
