@@ -26,6 +26,7 @@ from flax_ckpt_compat._core.location import Location, location_of, of_text
 from flax_ckpt_compat._core.text_formatting import MAX_SHOWN
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._restore import named_values
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -213,8 +214,7 @@ def convert_one(job: Job, progress: write_output.Progress = lambda _: None) -> C
 
 def _loaded(job: Job) -> Job:
     """Return a job with the target and transforms that it names as ``module:name``."""
-    target = arguments.load_value(job.target) if isinstance(job.target, str) else job.target
-    transforms = arguments.load_name(job.transforms) if isinstance(job.transforms, str) else job.transforms
+    target, transforms = named_values.loaded(job.target, job.transforms)
     return dataclasses.replace(job, target=target, transforms=transforms)
 
 

@@ -124,12 +124,12 @@ def plan(path: str, target: str | None, transforms: str | None, html: str | None
     Exit code 0 if flax_ckpt_compat.restore (or restore_checkpoint, with that option) would succeed, 1 if it would
     raise, 2 if there is no plan.
     """
-    from flax_ckpt_compat._core.arguments import load_name, load_value
+    from flax_ckpt_compat._restore.named_values import loaded
     from flax_ckpt_compat._view import report
     from flax_ckpt_compat._view.plan import plan_restore
 
     as_flax, as_json = options.pop("as_flax"), options.pop("as_json")
-    state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
+    state, rules = loaded(target or None, transforms or None)
     policies = _policies_of_flax(rules) if as_flax else {}
     found = plan_restore(path, state, transforms=rules, **options, **policies)
     if as_flax:
