@@ -109,6 +109,23 @@ def save_where_0_removes_nothing(folder: str, orbax: bool, step: int) -> None:
                 given_up.touch()
 
 
+def save_where_something_comes(folder: str, orbax: bool, step: int) -> None:
+    """Saves where a folder of a user's comes into the place once all have written; it is there afterwards."""
+    notes = Path(folder, f"checkpoint_{step}", "notes.txt")
+
+    def come() -> None:
+        notes.parent.mkdir()
+        notes.touch()
+
+    try:
+        with before(orbax, "finish_multiprocess", come):
+            save_small(folder, orbax, step, {"overwrite": True}, 5)
+    finally:
+        if jax.process_index() == 0:
+            notes.unlink()
+            notes.parent.rmdir()
+
+
 def save_interrupted(folder: str, orbax: bool, step: int) -> None:
     """Saves in this process alone, and is interrupted while it waits for the others."""
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -330,6 +347,7 @@ MULTI, LEAF = "MultiprocessSaveError", "UnsupportedLeafError"
 FAULTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str], str]] = {
     "no descriptors": (save_without_descriptors, (), [], "Too many open files"),
     "no removal in 0": (save_where_0_removes_nothing, (), [MULTI, "StorageError"], "the disk broke"),
+    "something else": (save_where_something_comes, (), ["InvalidCheckpointError"] * 2, "notes.txt"),
     "no manager": (save_without_a_manager, (), [MULTI, "OSError"], "no tasks in this test"),
     "other shardings": (save_split_otherwise, (), [MULTI, MULTI], "process 1 saves .*shardings.* look at odd;"),
     "other dtypes": (save_split_otherwise, (1,), [MULTI, MULTI], "process 1 saves .*dtypes.* look at odd;"),

@@ -55,8 +55,10 @@ def _wrong(system: System, folder: str, before: STEPS, after: STEPS, *, acknowle
         if step in (after if acknowledged else {}) and held != after[step]:
             return f"lost: step {step} holds {held}, expected {after[step]}"
     needed = set(after) if acknowledged else set(before) & set(after)
-    missing = sorted(needed - set(listed))
-    return f"lost: steps {missing} of {listed}" if missing else ""
+    if missing := sorted(needed - set(listed)):
+        return f"lost: steps {missing} of {listed}"
+    stayed = sorted(set(listed) - set(after).union(() if acknowledged else before))
+    return f"kept: steps {stayed} of {listed}" if system.is_ours and stayed else ""
 
 
 def _next_save(system: System, folder: str, step: int) -> str:
