@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
-from tests.support.saves import before_publish, refuse
+from tests.support.saves import around, before_publish, refuse
 
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
 WRITER = """
@@ -407,13 +407,7 @@ def test_a_folder_that_another_process_deletes_is_not_denied(tmp_path: Path, mon
     """It is gone, which is no failure, though ``os.access`` says no of what does not exist."""
     (tmp_path / "old/a").mkdir(parents=True)
     (tmp_path / "old/a/file").touch()
-    access = os.access
-
-    def late(*arguments: Any, **options: Any) -> bool:
-        shutil.rmtree(tmp_path / "old", ignore_errors=True)
-        return access(*arguments, **options)
-
-    monkeypatch.setattr(os, "access", late)
+    around(monkeypatch, os, "access", lambda *_: shutil.rmtree(tmp_path / "old", ignore_errors=True))
     assert atomic.discard(str(tmp_path), ["old"]) == {}
     assert os.listdir(tmp_path) == []
 

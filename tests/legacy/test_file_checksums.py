@@ -33,7 +33,7 @@ from tests.legacy.conftest import restore
 from tests.reliability.shim import holds_attributes
 from tests.support.disks import flip
 from tests.support.profiles import examples
-from tests.support.saves import use_flag
+from tests.support.saves import around, use_flag
 from tests.support.trees import arrays, fill, fingerprint, to_branches
 
 MIB = 2**20
@@ -280,13 +280,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system")
 def test_the_attribute_is_there_before_the_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is acknowledged after a sync includes it."""
-    seen = []
-    fsync = os.fsync
-
-    def watched(descriptor: int) -> None:
-        seen.append(ATTRIBUTE in os.listxattr(descriptor))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", watched)
+    seen = list[bool]()
+    around(monkeypatch, os, "fsync", lambda descriptor: seen.append(ATTRIBUTE in os.listxattr(descriptor)))
     write(path, SMALL)
     assert seen == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._core.tree import HostCopy
-from tests.support.saves import names, use_flag
+from tests.support.saves import around, names, use_flag
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
 from tests.support.trees import to_branches
 
@@ -260,17 +261,11 @@ def test_arrays_are_synced_before_the_file_refers_to_them(tmp_path: Path, monkey
     path, folder = tmp_path / "c_1", tmp_path / "c_1_gda"
     events: list[tuple[str, int, str]] = []
 
-    def noting(name: str) -> None:
-        real = getattr(os, name)
-
-        def noted(*arguments: Any, **options: Any) -> None:
-            real(*arguments, **options)
-            events.append((name, os.stat(arguments[-1]).st_ino, str(arguments[-1])))
-
-        monkeypatch.setattr(os, name, noted)
+    def note(name: str, *arguments: Any) -> None:
+        events.append((name, os.stat(arguments[-1]).st_ino, str(arguments[-1])))
 
     for name in ("fsync", "rename", "replace"):
-        noting(name)
+        around(monkeypatch, os, name, then=functools.partial(note, name))
     for n in (1, 2):
         events.clear()
         save(path, {"a": {"b": Spread(np.full(4, n))}})

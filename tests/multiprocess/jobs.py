@@ -29,6 +29,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import coordination
 from flax_ckpt_compat._trees import prng_keys
+from tests.support.saves import around
 from tests.support.saves import names as names
 
 
@@ -287,14 +288,8 @@ def before(orbax: bool, method: str, first: Callable[[], Any]) -> AbstractContex
 @contextmanager
 def before_each(holder: Any, name: str, first: Callable[[], Any]) -> Iterator[None]:
     """Calls something before each call of a function that a module, class or object has, in this process."""
-    own = getattr(holder, name)
-
-    def called(*args: Any) -> Any:
-        first()
-        return own(*args)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, name, called)
+        around(patch, holder, name, lambda *_: first())
         yield
 
 

@@ -41,6 +41,7 @@ from tests.multiprocess.jobs import (
 )
 from tests.support.logs import warnings_logged
 from tests.support.peers import needs_arrays_without_shards
+from tests.support.saves import around
 from tests.support.team import team_of
 
 WHOLE = count((24, 4), np.float32)
@@ -152,15 +153,9 @@ def save_without_a_manager(folder: str, orbax: bool, step: int) -> None:
     """
     use(orbax)
     manager = Refusing() if jax.process_index() == 1 else checkpoints.AsyncManager()
-    send = KeyValueStore.set
-
-    def send_and_wait(*args: Any) -> None:
-        send(*args)
-        time.sleep(0.2)
-
     with config.override(coordination_timeout=20.0), pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == 1:
-            patch.setattr(KeyValueStore, "set", send_and_wait)
+            around(patch, KeyValueStore, "set", then=lambda *_: time.sleep(0.2))
         checkpoints.save_checkpoint_multiprocess(folder, small(step), step, async_manager=manager)
     manager.wait_previous_save()
 

@@ -31,6 +31,7 @@ from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from tests.orbax_backend.test_shared import save_ours
 from tests.support.disks import flip
 from tests.support.orbax_trees import BACKEND, database, find, handles, load, save
+from tests.support.saves import around
 from tests.support.team import team_of
 from tests.support.trees import fill
 
@@ -192,15 +193,9 @@ def test_an_array_that_changes_while_it_is_written(
     summing: tuple[Any, str], format: Any, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread writes to it just after its bytes were summed: these are the bytes that are written."""
-    array, real = np.zeros(size, np.uint8), getattr(*summing)
-
-    def sum_and_change(*arguments: Any) -> Any:
-        found = real(*arguments)
-        array[...] = 9
-        return found
-
+    array = np.zeros(size, np.uint8)
     with monkeypatch.context() as patch:
-        patch.setattr(*summing, sum_and_change)
+        around(patch, *summing, then=lambda *_: array.fill(9))
         fcc.save(tmp_path / "c", {"a": array}, format=format)
     assert (array == 9).all() and not fcc.restore(tmp_path / "c")["a"][0]
 

@@ -29,6 +29,7 @@ from flax_ckpt_compat._core.tree import Shard
 from tests.orbax_backend.conftest import WRITERS, pytree
 from tests.support.orbax_trees import find, handles, load, save
 from tests.support.profiles import examples
+from tests.support.saves import around
 from tests.support.trees import fill, fingerprint
 
 DTYPES = ["bool", "int8", "uint16", "int32", "float64", "complex64", "bfloat16", "float8_e4m3fn", "int4"]
@@ -314,13 +315,7 @@ def test_the_kernel_may_give_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nothing was read into is not returned as values."""
     handle = stored_by_tensorstore(tmp_path / "c", np.arange(50_000.0), [50_000], "raw")
-    real = local_file.open_regular
-
-    def cut(file: str) -> int:
-        os.truncate(file, 1000)
-        return real(file)
-
-    monkeypatch.setattr(local_file, "open_regular", cut)
+    around(monkeypatch, local_file, "open_regular", lambda file: os.truncate(file, 1000))
     with pytest.raises(CorruptCheckpointError, match=r"'a'.*ends too early"):
         handle.read()
 

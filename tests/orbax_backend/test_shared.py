@@ -30,6 +30,7 @@ from flax_ckpt_compat._core.tree import KeyData
 from tests.multiprocess import jobs
 from tests.support.orbax_trees import BACKEND, branches, handles, load
 from tests.support.peers import needs, ocp_v1, pytree_handler
+from tests.support.saves import around
 from tests.support.spread import half
 from tests.support.team import team_of
 from tests.support.trees import fingerprint
@@ -270,13 +271,8 @@ def test_process_0_may_have_all(tmp_path: Path, tree: dict[str, Any], count: int
 
 def test_a_share_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of its checksums and of its database are on the disk, like their bytes."""
-    synced, fsync = list[str](), os.fsync
-
-    def noting(descriptor: int) -> None:
-        fsync(descriptor)
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    monkeypatch.setattr(os, "fsync", noting)
+    synced = list[str]()
+    around(monkeypatch, os, "fsync", then=lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     write_part(tmp_path / "c", {"a": np.arange(500.0)})
     own = f"{tmp_path}/c/ocdbt.process_0"
     assert synced[-1] == own

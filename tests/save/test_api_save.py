@@ -22,7 +22,7 @@ from flax_ckpt_compat import checkpoints, config, errors, restore, save
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
 from tests.support.profiles import examples
-from tests.support.saves import names, new_folder, tree, use_flag
+from tests.support.saves import around, names, new_folder, tree, use_flag
 
 FORMATS = ("msgpack", "orbax")
 
@@ -199,14 +199,7 @@ def test_a_foreign_thing_that_comes_meanwhile_stays(
 ) -> None:
     """What appears at the path while a background save writes is not replaced, and the save says so."""
     path, manager, backend = tmp_path / "checkpoint_1", checkpoints.AsyncManager(), backend_for(Format(format))
-    real = backend.write
-
-    def meanwhile(*args: Any) -> None:
-        real(*args)
-        path.mkdir()
-        (path / "config.json").write_text("{}")
-
-    monkeypatch.setattr(backend, "write", meanwhile)
+    around(monkeypatch, backend, "write", then=lambda *_: [path.mkdir(), (path / "config.json").write_text("{}")])
     if way == "save_checkpoint":
         with use_flag(format == "orbax"):
             checkpoints.save_checkpoint(tmp_path, tree(1), 1, overwrite=True, async_manager=manager)

@@ -13,7 +13,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._save import snapshot
-from tests.support.saves import save_by, use_flag
+from tests.support.saves import around, save_by, use_flag
 
 _HAS_PAGE_LOCKED = any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
 pytestmark = pytest.mark.skipif(not _HAS_PAGE_LOCKED, reason="this jax has one kind of memory on CPUs")
@@ -122,20 +122,14 @@ def test_other_accelerators(flag: bool, tmp_path: Path, monkeypatch: pytest.Monk
     """Their transfers are started before any is waited for, also where implicit transfers are forbidden."""
     monkeypatch.setattr(snapshot, "can_lock_pages", lambda sharding: False)
     kind, manager, calls = type(jnp.zeros(1)), checkpoints.AsyncManager(), list[Any]()
-    start, make = kind.copy_to_host_async, snapshot.to_host
-
-    def started(array: Any) -> None:
-        calls.append(array.shape)
-        start(array)
-
-    def made(arrays: Any, **options: Any) -> Any:
-        calls.append(jax.config.jax_transfer_guard_device_to_host)  # type: ignore[attr-defined]
-        found = make(arrays, **options)
-        calls.append("made")
-        return found
-
-    monkeypatch.setattr(kind, "copy_to_host_async", started)
-    monkeypatch.setattr(snapshot, "to_host", made)
+    around(monkeypatch, kind, "copy_to_host_async", lambda array: calls.append(array.shape))
+    around(
+        monkeypatch,
+        snapshot,
+        "to_host",
+        lambda _: calls.append(jax.config.jax_transfer_guard_device_to_host),  # type: ignore[attr-defined]
+        lambda _: calls.append("made"),
+    )
     with use_flag(flag), jax.transfer_guard_device_to_host("disallow"):
         target = {"a": jnp.arange(3), "b": jnp.ones((2, 2), jnp.bfloat16), "k": jax.random.key(7)}
         checkpoints.save_checkpoint(tmp_path, target, 1, async_manager=manager)

@@ -16,7 +16,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.local import syncing
-from tests.support.saves import refuse, save_by
+from tests.support.saves import around, refuse, save_by
 
 TREE = {"w": np.arange(200_000.0), "small": {"b": np.ones(3)}, "name": "text"}
 
@@ -26,7 +26,7 @@ def test_all_is_synced_before_the_name_counts(
     flag: bool, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file and directory of a checkpoint first, then, under its name, the directory that it lies in."""
-    final, fsync = tmp_path / "run" / "checkpoint_1", os.fsync
+    final = tmp_path / "run" / "checkpoint_1"
     final.parent.mkdir()
     if overwrite:
         checkpoints.save_checkpoint(final.parent, {"old": 1}, 1)
@@ -38,9 +38,8 @@ def test_all_is_synced_before_the_name_counts(
         (before if there == old else after).add(status.st_ino)
         is_directory = stat.S_ISDIR(status.st_mode)
         synced[status.st_ino] = sorted(os.listdir(descriptor)) if is_directory else status.st_size
-        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noting)
+    around(monkeypatch, os, "fsync", noting)
     checkpoints.save_checkpoint(final.parent, {**TREE, "on_device": jnp.ones(3)}, 1, overwrite=overwrite)
     files = [final, *final.rglob("*")]
     assert len(files) >= (10 if flag else 1)

@@ -28,7 +28,7 @@ from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import interrupted_saves, pipeline
 from flax_ckpt_compat.cli import main
 from tests.support.corpus import ARCHIVES
-from tests.support.saves import as_nobody, later, names, refuse, save_by, start_python, tree, use_flag
+from tests.support.saves import around, as_nobody, later, names, refuse, save_by, start_python, tree, use_flag
 
 GDA = ARCHIVES.parent / "gda" / "two_processes_tree"
 # A writer of ours: writes a save, says so, and waits until it is killed.
@@ -398,16 +398,11 @@ REMOVALS: dict[str, tuple[bool, Any, Any, str]] = {  # flag, step, what another 
 def test_the_checkpoint_is_removed_after_the_rename(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save that is not there any more is no success, and no older one is removed for it."""
     flag, step, remove, told = REMOVALS[kind]
-    run, real = tmp_path / "run", pipeline.retain
-
-    def retain(*arguments: Any) -> None:
-        remove(run / f"checkpoint_{step}")
-        real(*arguments)
-
+    run = tmp_path / "run"
     with use_flag(flag):
         save(run, 1)
         os.utime(run / "checkpoint_1", (0, 0))  # so that it cannot be what has evicted the new one
-        monkeypatch.setattr(pipeline, "retain", retain)
+        around(monkeypatch, pipeline, "retain", lambda *_: remove(run / f"checkpoint_{step}"))
         with pytest.raises(errors.StorageError, match=told):
             save(run, step, keep=1)
     assert kind == "all" or restore(run / "checkpoint_1")["n"] == 1.0

@@ -81,15 +81,24 @@ def run_saving(code: str, folder: Path | str, flag: bool, *arguments: Any, **opt
     return run_python(_SAVING + code, folder, flag, *arguments, PYTHONWARNINGS="ignore", **options)
 
 
+def around(patch: pytest.MonkeyPatch, holder: Any, name: str, first: Any = None, then: Any = None) -> None:
+    """Calls something with what each call of a function is given, first or when it has returned."""
+    real = getattr(holder, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if first:
+            first(*arguments)
+        found = real(*arguments, **options)
+        if then:
+            then(*arguments)
+        return found
+
+    patch.setattr(holder, name, called)
+
+
 def before_publish(monkeypatch: pytest.MonkeyPatch, first: Callable[[str], Any]) -> None:
     """Calls something with the path before each checkpoint gets its name; what it raises fails the save."""
-    publish = atomic.publish
-
-    def published(temporary: str, final: str, **options: Any) -> None:
-        first(final)
-        publish(temporary, final, **options)
-
-    monkeypatch.setattr(atomic, "publish", published)
+    around(monkeypatch, atomic, "publish", lambda _, final: first(final))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, call: str, name: str, number: int = errno.EACCES) -> None:
