@@ -7,6 +7,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -128,13 +129,7 @@ def test_types_of_steps_that_flax_takes(tmp_path: Path, step_type: Any) -> None:
     assert list(map(type, found)) == list(map(type, flax_checkpoints.available_steps(tmp_path, step_type=step_type)))
 
 
-class Half:
-    """A manager that cannot save."""
-
-    def wait_previous_save(self) -> None:
-        """Do nothing."""
-
-
+HALF: Any = SimpleNamespace(wait_previous_save=bool)  # a manager that cannot save
 STEP, SETTING, CHECKPOINTER, TRANSFORM = (
     errors.ArgumentError, errors.SettingError, errors.CheckpointerError, errors.TransformError,
 )  # fmt: skip
@@ -177,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         lambda at: checkpoints.save_checkpoint(at, tree(), 2, async_manager=checkpoints.AsyncManager), CHECKPOINTER,
         r"AsyncManager\(\)",
     ),
-    "manager half": (lambda at: save(at, tree(), step=2, async_manager=Half()), CHECKPOINTER, "async_manager must"),
+    "manager half": (lambda at: save(at, tree(), step=2, async_manager=HALF), CHECKPOINTER, "async_manager must"),
     "manager orbax": (
         lambda at: checkpoints.save_checkpoint_multiprocess(at, tree(), 2, async_manager=ocp.PyTreeCheckpointer()),
         CHECKPOINTER, "async_manager must",

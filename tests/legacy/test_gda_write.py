@@ -31,7 +31,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
-from flax_ckpt_compat._core.tree import HostCopy
+from flax_ckpt_compat._core.tree import HostCopy, iter_leaves
 from tests.support.saves import around, names, use_flag
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
 from tests.support.trees import to_branches
@@ -166,18 +166,11 @@ KEYS = st.text("aAbB/.\0é", max_size=3) | st.sampled_from(["arrays", "Arrays", 
 KEY_TREES = st.recursive(st.none(), lambda child: st.dictionaries(KEYS, child, min_size=1, max_size=4), max_leaves=8)
 
 
-def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """All key paths that end in a leaf."""
-    if tree is None:
-        return [path]
-    return [leaf for name, child in tree.items() for leaf in leaves_of(child, (*path, name))]
-
-
 @given(KEY_TREES)
 @example({"e\u0301": None, "\u00e9": None})  # one name on macOS
 def test_subpaths_are_safe_and_lead_to_one_array_alone(tree: Any) -> None:
     """No two are the same or one in the other, even where case does not count; what is plain and safe stays plain."""
-    paths = sorted(leaves_of(tree))
+    paths = sorted(path for path, _ in iter_leaves(to_branches(tree)))
     chosen = choose_subpaths(paths)
     assert list(chosen) == paths
     folded = [unicodedata.normalize("NFC", text).casefold().split("/") for text in chosen.values()]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import msgpack
 import numpy as np
@@ -30,6 +29,7 @@ from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from tests.orbax_backend.test_shared import save_ours
 from tests.support.disks import flip
+from tests.support.layouts import assert_same
 from tests.support.orbax_trees import BACKEND, database, find, handles, load, save
 from tests.support.saves import around
 from tests.support.team import team_of
@@ -67,13 +67,6 @@ def rewrite(file: Path, change: Any) -> None:
 def stored_metadata(path: str, name: str) -> dict[str, Any]:
     """The ``zarr.json`` of an array."""
     return json.loads(database(path, f"{name}/")["zarr.json"])
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two trees have the same values."""
-    return jax.tree.structure(one) == jax.tree.structure(other) and all(
-        jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), one, other))
-    )
 
 
 def test_the_file_is_as_the_guide_says(tmp_path: Path) -> None:
@@ -120,7 +113,7 @@ def test_every_flip_is_found(tmp_path: Path, compression: str | None) -> None:
     for file, at in flips(path, 131):
         count += 1
         with contextlib.suppress(CheckpointError):
-            assert equal(fcc.restore(path), tree), (file, at)
+            assert_same(fcc.restore(path), tree, f"{file} {at}")
         assert fcc.verify(path).damaged, (file, at)
     assert count > 20
     assert fcc.verify(path).verified
@@ -271,7 +264,7 @@ def test_what_cannot_be_checked_is_unverified(tmp_path: Path, change: Any, files
     """Neither ok nor damaged, whatever covers the rest; it is restored, and one leaf is enough for the whole."""
     path = saved(tmp_path / "c")
     change(path)
-    assert equal(fcc.restore(path), TREE)
+    assert_same(fcc.restore(path), TREE)
     (report,) = fcc.verify(path).checkpoints
     states = {leaf.path: leaf.state for leaf in report.leaves if leaf.path in ("large", "mid", "small")}
     assert states == {name: "unverified" if name in unverified else "ok" for name in states}
@@ -320,7 +313,7 @@ def test_chunks_at_the_edge(shape: tuple[int, ...], tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ocdbt_writer, "form_of", ocdbt_writer.form_of.__wrapped__)
     array = RNG.standard_normal(shape)
     path = saved(tmp_path / "c", {"a": array})
-    assert equal(fcc.restore(path), {"a": array})
+    assert_same(fcc.restore(path), {"a": array})
     found = fcc.verify(path)
     assert found.ok and found.verified
     for place in (0, array.size // 2, array.size - 1):
@@ -347,7 +340,7 @@ def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (len(store["zeros/0" if compression is None else "zeros/c/0"]) < 1024) == (compression == "zstd")
     assert fcc.verify(path).ok
     for found in (fcc.restore(path), ocp.PyTreeCheckpointer().restore(path)):
-        assert equal(found, tree)
+        assert_same(found, tree)
 
 
 def test_records_of_older_releases(tmp_path: Path) -> None:
@@ -362,7 +355,8 @@ def test_records_of_older_releases(tmp_path: Path) -> None:
         found["chunks"] = {"large/0.0": sums(LARGE.tobytes()), "mid/0": sums(TREE["mid"].tobytes())}
 
     rewrite(path / CHECKSUMS, as_before)
-    assert equal(fcc.restore(path), TREE) and fcc.verify(path).verified
+    assert_same(fcc.restore(path), TREE)
+    assert fcc.verify(path).verified
     flip(path / "_METADATA", 2)
     with pytest.raises(ChecksumError, match="_METADATA"):
         fcc.restore(path)

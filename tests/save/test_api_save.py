@@ -156,15 +156,11 @@ def _items(path: Path) -> None:
         save(path / name, tree(1), format="orbax")
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 # Beside the rows of tests/data/path_kinds.toml.
 FOREIGN: dict[str, Callable[[Path], Any]] = {
     "image of a disk": lambda path: path.write_bytes(bytes(2**15) + b"CD001"),
     "step with a damaged record": _damaged_step,
-    "pipe": _pipe,
+    "pipe": os.mkfifo,
     "directory of items": _items,
     "directory of a checkpoint": lambda path: save(path / "checkpoint", tree(1), format="msgpack"),
     "manager": _manager,

@@ -123,26 +123,16 @@ def test_monitoring_events_are_flaxs(
     assert found[1] == found[0]
 
 
-class Waiter:
-    """Stands for jax's GlobalAsyncCheckpointManager."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def wait_until_finished(self) -> None:
-        self.waits += 1
-
-
 def test_managers_are_accepted_and_waited_for(flag: bool, tmp_path: Path) -> None:
     """gda_manager and async_manager are honoured by the multi-process function; arguments may be positional.
 
     As in Flax, a manager is asked for its truth."""
-    waiter, manager = Waiter(), ours.AsyncManager()
+    waiter, manager = Mock(), ours.AsyncManager()  # the first stands for jax's GlobalAsyncCheckpointManager
     path = ours.save_checkpoint_multiprocess(tmp_path, tree(1), 1, "c_", 2, False, None, manager, waiter, None)
     manager.wait_previous_save()
-    assert (path, waiter.waits) == (str(tmp_path / "c_1"), 1)
+    assert (path, waiter.wait_until_finished.call_count) == (str(tmp_path / "c_1"), 1)
     assert ours.restore_checkpoint(tmp_path, None, None, "c_", True, waiter, False, None, None)["n"] == 1
-    assert waiter.waits == 2
+    assert waiter.wait_until_finished.call_count == 2
     for step, nothing in enumerate((None, False, 0), 2):
         path = ours.save_checkpoint(tmp_path, tree(step), step, "c_", 2, True, None, nothing, nothing)
         assert (path, ours.available_steps(tmp_path, "c_")) == (str(tmp_path / f"c_{step}"), [step - 1, step])
