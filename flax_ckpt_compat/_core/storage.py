@@ -169,7 +169,8 @@ class Location:
             return os.listdir(self.path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             # On NFS it is ESTALE that another machine removed it; so is a stale mount, which `isdir` raises.
-            if presence.isdir(self.path):
+            may_lack = {*presence.CANNOT_BE_THERE, errno.ESTALE}
+            if getattr(error, "errno", errno.ENOENT) not in may_lack or presence.isdir(self.path):
                 raise
             raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
 
