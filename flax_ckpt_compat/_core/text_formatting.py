@@ -73,7 +73,8 @@ class Row:
 
     names: tuple[str, ...]  # key paths, such as those of a leaf and its source; the numbers in them may be folded
     detail: tuple[str, ...] = ()  # text that must be equal for rows to be folded into one
-    count: int = 1  # number of rows folded into this one
+    count: int = 1  # number of rows folded into this one, which are the `members`
+    members: Sequence[Row] = dataclasses.field(default=(), compare=False)
 
     @property
     def note(self) -> str:
@@ -106,24 +107,19 @@ def one_line(names: Iterable[str | Row]) -> str:
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:
-    """Merge rows that differ only in numbers, in order of first appearance."""
-    return [folded for folded, _ in fold_with_members(rows)]
-
-
-def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
-    """Like `fold`; return each row with those that it replaces. Rows with names that go elsewhere in turn stay."""
+    """Merge rows that differ only in numbers, in order of first appearance; those that run the other way stay."""
     alike: dict[Any, list[tuple[Row, list[str]]]] = {}  # those of one text between the numbers, with their numbers
     for row in rows:
         parts = list(map(_NUMBER.split, row.names))
         numbers = [number for one in parts for number in one[1::2]]
         alike.setdefault((tuple(tuple(one[::2]) for one in parts), row.detail), []).append((row, numbers))
-    found = list[tuple[Row, list[Row]]]()
+    found = list[Row]()
     for (texts, detail), group in alike.items():
         members, columns = [row for row, _ in group], list(zip(*(numbers for _, numbers in group), strict=True))
         if _is_parallel(columns, len(texts[0]) - 1):
-            found.append((Row(_folded(members[0].names, columns), detail, len(members)), members))
+            found.append(Row(_folded(members[0].names, columns), detail, len(members), members))
         else:
-            found += [(row, [row]) for row in members]
+            found += members
     return found
 
 

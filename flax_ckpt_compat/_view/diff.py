@@ -16,7 +16,7 @@ import numpy as np
 from flax_ckpt_compat._core import arguments, backend
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
-from flax_ckpt_compat._core.text_formatting import Row, counted, fold_with_members, printable
+from flax_ckpt_compat._core.text_formatting import Row, counted, fold, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery.contents import Layout
@@ -85,13 +85,13 @@ def _lines(found: Diff) -> Iterator[Line]:
     by_path = {one.path: one for one in found.differences}
     types_of = {one.path: " → ".join(dict.fromkeys(filter(None, (one.a, one.b)))) for one in found.differences}
     rows = [Row((one.path,), (one.kind, types_of[one.path])) for one in found.differences]
-    folded = fold_with_members(rows)
-    for row, members in folded[:_MAX_LINES]:
+    folded = fold(rows)
+    for row in folded[:_MAX_LINES]:
         kind, types = row.detail
-        numbers = _numbers([by_path[member.names[0]].values for member in members])
+        numbers = _numbers([by_path[member.names[0]].values for member in row.members or [row]])
         text, mark = ": ".join(filter(None, (types, numbers))), _MARKS.get(kind, "~")
         yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
-    if left := sum(row.count for row, _ in folded[_MAX_LINES:]):
+    if left := sum(row.count for row in folded[_MAX_LINES:]):
         yield Line(f"… and {left} more leaves: see .differences, or --json", hang=4)
     words = [f"{counted(found.identical, 'leaf')} identical"]
     words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []

@@ -15,7 +15,7 @@ import numpy as np
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
-from flax_ckpt_compat._core.text_formatting import Row, counted, fold_with_members, format_size, printable
+from flax_ckpt_compat._core.text_formatting import Row, counted, fold, format_size, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
@@ -155,8 +155,8 @@ def _rows_of(
         form = tuple((path[level + 1 :], types[path]) for path in inside) if folds else one
         rows.append(Row((one,), (forms.setdefault(form, str(len(forms))),)))
     root = f"{above}{name}/" if level else ""
-    for row, alike in fold_with_members(rows):
-        inside = [path for one in alike for path in below[one.names[0]]]
+    for row in fold(rows):
+        inside = [path for one in row.members or [row] for path in below[one.names[0]]]
         yield from _rows_of(contents, types, inside, root, row.names[0], level + 1, folds=folds)
 
 
