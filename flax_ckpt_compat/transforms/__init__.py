@@ -13,8 +13,9 @@ import numpy as np
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Path, joined, show_path
+from flax_ckpt_compat._core.tree import Path, from_leaves, joined, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
+from flax_ckpt_compat._trees.state_dict import nested
 from flax_ckpt_compat.transforms._resolve import (
     Entry,
     Leaves,
@@ -189,28 +190,14 @@ def intersect_trees(*trees: Any, target: Any = None) -> Any:
 
 def _built(leaves: Mapping[Path, Any], target: Any) -> Any:
     if target is None:
-        return _nested(leaves)
+        if () in leaves and len(leaves) > 1:
+            raise TransformError("a bare leaf cannot be merged with a tree that has names; give the leaf a name")
+        try:
+            return nested(from_leaves(leaves))
+        except NameCollisionError as error:
+            raise TypeError(f"{error}: one tree has a leaf where another has a subtree; rename one") from error
     wanted, structure = named_leaves(target)
     for path, _ in wanted:
         if path not in leaves:
             raise KeyError(f"{show_path(path)}: the target asks for this leaf, and the trees do not have it")
     return jax.tree_util.tree_unflatten(structure, [leaves[path] for path, _ in wanted])
-
-
-def _nested(leaves: Mapping[Path, Any]) -> Any:
-    if () in leaves:
-        if len(leaves) > 1:
-            raise TransformError("a bare leaf cannot be merged with a tree that has names; give the leaf a name")
-        return leaves[()]
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = root
-        for depth, name in enumerate(path[:-1], start=1):
-            if path[:depth] in leaves:
-                raise TypeError(
-                    f"{show_path(path[:depth])} is a leaf in one tree and leads to {show_path(path)} in another; "
-                    "rename one"
-                )
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return root
