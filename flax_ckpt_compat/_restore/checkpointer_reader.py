@@ -92,9 +92,10 @@ def _arguments(checkpointer: Any, own: backend.Reader | None) -> Mapping[str, An
     """Return arguments that make known handlers read arrays to the host, whatever devices they were saved from."""
     names = set[str]() if own is None else _handler_names(checkpointer)
     if own is not None and "PyTreeCheckpointHandler" in names:
-        return {"restore_args": state_dict.nested(map_leaves(lambda _, leaf: _restore_args(leaf), own.tree))}
+        arguments = map_leaves(lambda _, leaf: _restore_args(leaf), own.tree)
+        return {"restore_args": state_dict.from_stored(arguments, None, "orbax")}
     if own is not None and "StandardCheckpointHandler" in names:
-        examples = state_dict.nested(map_leaves(lambda _, leaf: _example(leaf), own.tree))
+        examples = state_dict.from_stored(map_leaves(lambda _, leaf: _example(leaf), own.tree), None, "orbax")
         # A plain ``Checkpointer`` passes an item on to its handler.
         takes_target = "target" in inspect.signature(type(checkpointer).restore).parameters
         return {"target" if takes_target else "item": examples}

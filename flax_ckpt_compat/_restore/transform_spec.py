@@ -218,7 +218,7 @@ class _Chooser:
         def function(*values: Any) -> Any:
             given = dict(zip(inputs, values, strict=True))
             tree = map_leaves(lambda path, other: given.get(path, other), self._tree)
-            return call_multi_value_fn(transform, key, state_dict.nested(tree), args)
+            return call_multi_value_fn(transform, key, state_dict.from_stored(tree, None, "orbax"), args)
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
 

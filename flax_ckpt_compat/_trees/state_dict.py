@@ -140,7 +140,8 @@ def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any
     """Convert a stored tree to Python containers; ``values`` are its leaves in order, None takes those of the tree.
 
     The structure ``flax`` gives dicts with text keys, as Flax restores without a target: lists become dicts of '0',
-    '1', …; ``lists`` keeps lists; ``stored`` gives lists, tuples and int keys where the format recorded them."""
+    '1', …; ``lists`` keeps lists; ``orbax`` makes lists of tuples, too, as Orbax takes them; ``stored`` gives lists,
+    tuples and int keys where the format recorded them."""
     if not isinstance(node, Branch):
         return node if values is None else next(values)
     children: dict[str, Any] = {}
@@ -149,7 +150,8 @@ def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any
             children[name] = from_stored(child, values, structure)
         else:
             children[name] = child if values is None else next(values)
-    if structure != "flax" and node.container is Container.LIST:
+    is_list = node.container is Container.LIST or (structure == "orbax" and node.container is Container.TUPLE)
+    if is_list and structure != "flax":
         return list(children.values())
     if structure != "stored":
         return children
@@ -167,14 +169,6 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
         return collections.namedtuple(name, fields)
     except ValueError:
         return None
-
-
-def nested(node: Node) -> Any:
-    """Convert a tree to nested dicts and lists, as Orbax takes and passes them."""
-    if not isinstance(node, Branch):
-        return node
-    children = {name: nested(child) for name, child in node.children.items()}
-    return list(children.values()) if node.container.is_sequence else children
 
 
 def _has_custom_serialization(node: Any) -> bool:

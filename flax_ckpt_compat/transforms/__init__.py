@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Path, from_leaves, joined, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
-from flax_ckpt_compat._trees.state_dict import nested
+from flax_ckpt_compat._trees.state_dict import from_stored
 from flax_ckpt_compat.transforms._resolve import (
     Entry,
     Leaves,
@@ -193,7 +193,7 @@ def _built(leaves: Mapping[Path, Any], target: Any) -> Any:
         if () in leaves and len(leaves) > 1:
             raise TransformError("a bare leaf cannot be merged with a tree that has names; give the leaf a name")
         try:
-            return nested(from_leaves(leaves))
+            return from_stored(from_leaves(leaves), None, "flax")
         except NameCollisionError as error:
             raise TypeError(f"{error}: one tree has a leaf where another has a subtree; rename one") from error
     wanted, structure = named_leaves(target)
