@@ -33,7 +33,6 @@ _PLACEHOLDER = steps.ARRAYS_PLACEHOLDER.encode()
 # A text of msgpack that begins with the placeholder, before a folder's name: its length, in the tag or behind it.
 _REFERENCE = re.compile(rb"(?:([\xb1-\xbf])|\xd9(.)|\xda(..)|\xdb(....))" + re.escape(_PLACEHOLDER), re.DOTALL)
 _MAX_REFERRING = 2**20  # bytes to look at; larger files are left to the reader
-DENIED = "permission to list it is denied"
 
 
 class State(enum.Enum):
@@ -218,7 +217,7 @@ def _look_once(path: Location, lists_denied: bool) -> Contents:
             dangling = presence.dangling_link(path.path)
             return Contents(path, State.INCOMPLETE if dangling else State.ABSENT, dangling or "it does not exist")
         if lists_denied and isinstance(error, errors.PermissionDeniedError):
-            return Contents(path, State.DENIED, DENIED)
+            return Contents(path, State.DENIED, "permission to list it is denied")
         raise
     if (whose := temporary_of(path.name)) is None:
         return found

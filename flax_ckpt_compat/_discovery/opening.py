@@ -18,7 +18,6 @@ from flax_ckpt_compat._discovery import contents, foreign, formats, orbax_direct
 from flax_ckpt_compat._discovery.orbax_directory import Item, ItemKind, arrays_below, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
-_OF_TREES = "orbax.PyTreeCheckpointHandler"
 
 
 class Opened:
@@ -130,7 +129,7 @@ def _without_lookalikes(found: contents.Contents) -> contents.Contents:
         return found
     names = names_in(found.location)
     handlers = orbax_directory.recorded_handlers(found.location, names)
-    kinds = {name: orbax_directory.kind_of_handler(handlers.get(name, _OF_TREES)) for name in doubtful}
+    kinds = {name: orbax_directory.kind_of_handler(handlers[name]) for name in doubtful if name in handlers}
     alike = {name for name, kind in kinds.items() if kind is ItemKind.UNKNOWN and not _opens(found.items[name])}
     items = {name: item for name, item in found.items.items() if name not in alike}
     unknown = alike.union(found.unknown)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError, PermissionDeniedError, StorageError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery import contents, foreign, not_found
+from flax_ckpt_compat._discovery import contents, foreign, locating
 from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
 from flax_ckpt_compat._discovery.orbax_directory import MARKERS, names_in
 
@@ -24,7 +24,7 @@ def checkpoints_below(root: Location) -> list[Location]:
     """
     listed = root.listed()
     if not listed.exists():
-        raise not_found.of_directory(root).error(root)
+        raise locating.absent(root).error(root)
     if not listed.isdir() or contents.is_certainly_orbax(listed):
         return [root]
     denied: list[StorageError] = []

@@ -18,7 +18,6 @@ from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.text_formatting import nearest, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
-from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
@@ -69,7 +68,7 @@ class TransformSpec:
         """Open another checkpoint for a rule, within `opening`; return its path and tree."""
         checkpoint_dir, verify = saved_steps.checkpoint_dir(path, prefix), config.current().checksums == "verify"
         found = locating.find(checkpoint_dir, step)
-        if isinstance(found, Absence):
+        if isinstance(found, locating.Absence):
             raise found.error(checkpoint_dir.root)
         location = found.location.listed()
         self._others.enter_context(locating.unchanged(location))

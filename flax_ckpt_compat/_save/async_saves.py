@@ -17,7 +17,7 @@ from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import Task
-from flax_ckpt_compat._discovery import locating, not_found
+from flax_ckpt_compat._discovery import locating
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
@@ -224,7 +224,7 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
     saves = [save for one in directories for save in saves_into(one)]
     is_running = not all(save.task.done for save in saves)
     # A restore without a checkpoint would return its target, and the program train from initial values.
-    if is_running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
+    if is_running and isinstance(locating.find(checkpoint_dir, None), locating.Absence):
         _finish(saves)
     _raise_failures(saves)
 

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.errors import FULL_DISK, StorageError, add_sentence,
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
-from flax_ckpt_compat._discovery import contents, not_found, walk
+from flax_ckpt_compat._discovery import contents, locating, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
 
@@ -37,7 +37,7 @@ class Leftover:
 def find_leftovers(root: Location) -> list[Leftover]:
     """Return what interrupted saves left in a directory and all below it, what may still be written included."""
     if not root.isdir():
-        raise not_found.no_directory(root).error(root)
+        raise locating.no_directory(root).error(root)
     denied: list[StorageError] = []
     found = [leftover for folder, _ in walk.folders_below(root, denied) for leftover in in_folder(folder)]
     what, why = "a directory, perhaps with more", "the system refused to list it"

@@ -16,7 +16,7 @@ from flax_ckpt_compat import __version__
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import counted, printable
-from flax_ckpt_compat._discovery import not_found
+from flax_ckpt_compat._discovery import locating
 from flax_ckpt_compat._patching import installed_in_flax
 from flax_ckpt_compat._view.report import Line, Report
 
@@ -108,4 +108,4 @@ def _listed(url: str) -> str:
         return f"reachable, {counted(len(location.listdir()), 'name')}"
     if location.is_remote or location.isfile():
         return "a file" if location.isfile() else "reachable; nothing there"
-    raise not_found.of_directory(location).error(location)
+    raise locating.absent(location).error(location)

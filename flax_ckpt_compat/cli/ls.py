@@ -16,7 +16,7 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
-from flax_ckpt_compat._discovery import contents, not_found, saved_steps, walk
+from flax_ckpt_compat._discovery import contents, locating, saved_steps, walk
 from flax_ckpt_compat._save.interrupted_saves import in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints, record_of
 from flax_ckpt_compat._view.report import Line, Report, Table
@@ -62,7 +62,7 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
         found = {top: entries}
         listed = {os.path.basename(entry["path"]) for entry in entries}  # the steps of a manager, too
         if any(entry["kind"] == "checkpoint" for entry in entries):
-            others = [name for name in not_found.of_other_prefixes(checkpoint_dir) if name not in listed]
+            others = [name for name in locating.of_other_prefixes(checkpoint_dir) if name not in listed]
     lines: list[Line | Table] = []
     for shown, entries in found.items():
         if recursive:
@@ -141,13 +141,13 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
     """Return why a directory has no checkpoints; raise if it is not a directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
     if not path.isdir():
-        raise not_found.no_directory(path).error(path)
+        raise locating.no_directory(path).error(path)
     if contents.is_certainly_orbax(path):
         message = f"{path} is one checkpoint, not a directory of them: list {path.parent}"
         raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty."
-    absent = not_found.of_checkpoints(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
+    absent = locating.none_in(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
     return f"{absent}, and none is below it" if recursive else f"{absent}; --recursive lists all below it"
 
 

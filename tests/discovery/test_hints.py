@@ -13,7 +13,7 @@ from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._discovery import not_found, saved_steps
+from flax_ckpt_compat._discovery import locating, saved_steps
 from tests.support.saves import tree
 
 TARGET = {"nothing": 0}
@@ -156,7 +156,7 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_was_saved_since_the_look(tmp_path: Path) -> None:
     """A message names nothing that was not there when it was decided that there is no checkpoint."""
     save(tmp_path, tree(1), step=1, format="orbax")
-    absence = not_found.of_checkpoints(saved_steps.checkpoint_dir(str(tmp_path), "checkpoint_"), [])
+    absence = locating.none_in(saved_steps.checkpoint_dir(str(tmp_path), "checkpoint_"), [])
     assert "checkpoint_1" not in str(absence)
 
 
