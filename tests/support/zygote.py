@@ -24,7 +24,9 @@ _STDIN = 0
 # What takes seconds to import and starts no thread.
 PRELOAD = (
     *("jax", "flax.linen", "flax.training.checkpoints", "optax", "orbax.checkpoint", "tensorstore"),
-    *("flax.training.train_state", "jaxlib.mlir.dialects.mhlo", "pytest"),  # the last two of teams
+    # Of teams, and of the processes of pytest-xdist.
+    *("flax.training.train_state", "jaxlib.mlir.dialects.mhlo", "pytest"),
+    *("flax.nnx", "hypothesis", "orbax.checkpoint.experimental.v1"),
     *(f"flax_ckpt_compat.{name}" for name in ("checkpoints", "legacy", "orbax_backend", "rules")),
 )
 # Variables that our library reads when it is imported: a program with one of them imports it anew.
