@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from tests.multiprocess import real_jobs
 from tests.multiprocess.jobs import barrier, large, mesh, put, restore_small, save_and_spoil, small, use
 
 
@@ -29,12 +28,6 @@ def save_in_background(folder: str, orbax: bool) -> list[float]:
     manager.wait_previous_save()
     barrier("saved")
     return [restore_small(folder, step) for step in checkpoints.available_steps(folder)]
-
-
-def save_what_flax_can_hold(folder: str, orbax: bool) -> str:
-    """Saves the tree of `real_jobs` with ours as step 1."""
-    use(orbax)
-    return checkpoints.save_checkpoint_multiprocess(folder, real_jobs.tree("plain"), 1)
 
 
 def overwrite(folder: str, orbax: bool, step: int, value: int, wait: float) -> str:

@@ -80,7 +80,7 @@ def test_save_checkpoint_on_process_0_only(orbax: bool, tmp_path: Path) -> None:
     team = team_of(2)
     outcome = team.run(jobs.save_alone, str(tmp_path), orbax, 1, only=[0], timeout=20)[0]
     assert outcome.value == str(tmp_path / "checkpoint_1"), outcome
-    outcome = team.run(jobs.restore_plainly, str(tmp_path), only=[1], timeout=20)[1]
+    outcome = team.run(checkpoints.restore_checkpoint, str(tmp_path), None, only=[1], timeout=20)[1]
     np.testing.assert_array_equal(outcome.value["v"], np.full(3, 1))
     team.call(jobs.save_small, str(tmp_path), orbax, 2)
 
@@ -96,7 +96,7 @@ def test_save_checkpoint_on_all_processes(orbax: bool, tmp_path: Path) -> None:
             assert "in process 0 only, or save_checkpoint_multiprocess in all" in outcome.error
     team.call(jobs.save_alone, str(tmp_path), orbax, 1, True)
     assert jobs.names(str(tmp_path)) == ["checkpoint_1"]
-    for restored in team.call(jobs.restore_plainly, str(tmp_path)):
+    for restored in team.call(checkpoints.restore_checkpoint, str(tmp_path), None):
         np.testing.assert_array_equal(restored["v"], np.full(3, 1))
 
 

@@ -20,6 +20,7 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import syncing
 from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
 from tests.support.layouts import assert_same
+from tests.support.path_kinds import WordsHandler
 from tests.support.peers import needs, skip_without_typed_keys
 from tests.support.samples import fingerprint
 from tests.support.saves import names, run_saving, use_flag
@@ -45,22 +46,6 @@ class Gated(ocp.PyTreeCheckpointHandler):
         if self.error is not None:
             raise self.error
         super().finalize(directory)
-
-
-class TextHandler(ocp.CheckpointHandler):
-    """A handler of the user's own, with a format of its own."""
-
-    def save(self, directory: Any, args: Any) -> None:
-        (directory / "words.txt").write_text(args.item)
-
-    def restore(self, directory: Any, args: Any) -> Any:
-        return {"words": (directory / "words.txt").read_text()}
-
-
-@ocp.args.register_with_handler(TextHandler, for_save=True, for_restore=True)
-class TextArgs(ocp.args.CheckpointArgs):
-    def __init__(self, item: Any = None):
-        self.item = item
 
 
 CHECKPOINTERS: dict[str, Callable[[], Any]] = {
@@ -120,7 +105,7 @@ def test_msgpack_files_need_no_checkpointer(tmp_path: Path) -> None:
     """A msgpack file restores by our reader, whatever checkpointer is passed, as in Flax."""
     with use_flag(False):
         checkpoints.save_checkpoint(tmp_path, TREE, 1)
-    reader = ocp.Checkpointer(TextHandler())  # which cannot read it
+    reader = ocp.Checkpointer(WordsHandler())  # which cannot read it
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=reader), TREE)
 
 
@@ -280,12 +265,11 @@ def test_a_single_array(target: Any, through: bool, tmp_path: Path) -> None:
 @needs("orbax-checkpoint", 0, 12, why="leaves less in its directories to know a finished one by")
 def test_a_handler_with_a_format_of_its_own(tmp_path: Path) -> None:
     """Listing, retention and restoring work around a handler whose files only it can read; without it: an error."""
-    checkpointer = ocp.Checkpointer(TextHandler())
+    checkpointer = ocp.Checkpointer(WordsHandler())
     for step in (1, 2):
         checkpoints.save_checkpoint(tmp_path, f"step {step}", step, orbax_checkpointer=checkpointer)
     assert names(tmp_path) == ["checkpoint_2"]
-    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_checkpointer=checkpointer)
-    assert restored == {"words": "step 2"}
+    assert checkpoints.restore_checkpoint(tmp_path, None, orbax_checkpointer=checkpointer) == "step 2"
     with pytest.raises(ValueError, match="orbax_checkpointer that wrote it"):
         checkpoints.restore_checkpoint(tmp_path, None)
 

@@ -100,7 +100,7 @@ def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
 def test_real_readers(orbax: bool, reader: str, bucket: Bucket, tmp_path: Path) -> None:
     """Real Orbax and real Flax, in two processes and on another mesh, read a copy of what was saved."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
-    team.call(store_jobs.save_what_flax_can_hold, root, orbax)
+    team.call(real_jobs.save, root, orbax, "plain", "ours")
     bucket.download("run", tmp_path)
     team.call(real_jobs.restore, str(tmp_path), orbax, "turned", reader, 1)
 

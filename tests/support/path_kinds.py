@@ -271,22 +271,24 @@ def _item_by_its_own_checkpointer(path: Path) -> None:
     _orbax(path / "ema", EMA)
 
 
-class _WordsHandler(ocp.CheckpointHandler):
+class WordsHandler(ocp.CheckpointHandler):
     """A user's own handler: one text file."""
 
     def save(self, directory: Any, args: Any) -> None:
         """Writes it."""
-        (Path(directory) / "words.txt").write_text(args.words)
+        (Path(directory) / "words.txt").write_text(args.item)
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         """Reads it."""
         return (Path(directory) / "words.txt").read_text()
 
 
-@ocp.args.register_with_handler(_WordsHandler, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(WordsHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
-class _Words(ocp.args.CheckpointArgs):
-    words: str = ""
+class Words(ocp.args.CheckpointArgs):
+    """What it saves."""
+
+    item: str = ""
 
 
 def _v1_json(path: Path) -> None:
@@ -524,9 +526,9 @@ BASES: dict[str, Callable[[Path], Any]] = {
         path, mean=ocp.args.ArraySave(PARAMS["w"]), state=ocp.args.PyTreeSave(TREE)
     ),
     "manager, old, net_1 and net_2": _old_numbered_items,
-    "manager, custom item": lambda path: _manager(path, state=ocp.args.PyTreeSave(TREE), vocabulary=_Words("of mine")),
-    "manager, custom item alone": lambda path: _manager(path, vocabulary=_Words("of mine")),
-    "custom": lambda path: _by(_WordsHandler(), path, _Words("of mine")),
+    "manager, custom item": lambda path: _manager(path, state=ocp.args.PyTreeSave(TREE), vocabulary=Words("of mine")),
+    "manager, custom item alone": lambda path: _manager(path, vocabulary=Words("of mine")),
+    "custom": lambda path: _by(WordsHandler(), path, Words("of mine")),
     "manager, an item of its own": _item_by_its_own_checkpointer,
     "JSON of its own": _json_by_its_own_checkpointer,
     "JSON alone": lambda path: _by(ocp.JsonCheckpointHandler(), path, ocp.args.JsonSave(NOTES)),
