@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     Tree = TypeVar("Tree", default=Any)  # the type of the target; without one, what is restored may be anything
 else:
-    Tree = Any
+    from typing import TypeVar
+
+    Tree = TypeVar("Tree")
 
 __all__ = ["restore", "save"]
 

@@ -6,8 +6,6 @@ docstrings, and pages that include files from elsewhere in the repository; those
 
 from pathlib import Path
 
-from sphinx.pycode import ModuleAnalyzer
-
 import flax_ckpt_compat
 
 project = "flax-ckpt-compat"
@@ -35,11 +33,6 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-
-# The page of `restore` has its one signature, with all names, not those that type checkers see.
-_api = ModuleAnalyzer.for_module("flax_ckpt_compat.api")
-_api.analyze()
-_api.overloads.clear()
 
 # Every name has to be on the site but those of others, whose sites cannot be reached while this one is built.
 nitpicky = True
