@@ -23,7 +23,6 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, handles_of
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["ProposedRule", "Suggestion", "suggest"]
-_MAX_STARTS = 4
 _MANY = 5000  # missing leaves, above which one way less is tried
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 _Pair = tuple[Path, Path]  # stored, of the target
@@ -66,11 +65,6 @@ class Suggestion:
         own = {printable(step.doubt, one_line=True) for step in self.steps if step.doubt}
         return bool(self.doubts) and not self.remaining and own >= set(self.doubts)
 
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """Return a sort key, the best first: leaves still missing, doubts, steps."""
-        return len(self.remaining), len(self.doubts), len(self.steps)
-
     def __str__(self) -> str:
         lines = ["from flax_ckpt_compat import rules", "", "transforms = ["]
         for step in self.steps:
@@ -97,39 +91,33 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     # Formats keep names in different orders, and what is proposed must not depend on it.
     stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
     pairing = Pairing(target)
-    lacking = len(pairing.missing(stored))
     first = pairing.start(stored)
+    lacking = len(pairing.missing(first))
     if not lacking:  # raw PRNG keys, which fit typed ones, may be all that differs
         keys = proposals.typed_keys(pairing, first).steps
         return Suggestion(keys, ()) if keys else None
-    for prelude in proposals.preludes(pairing, stored):
+    for prelude in proposals.preludes(pairing, stored, first.looks):
         first = pairing.tried(first, [prelude]) or first
     # What these steps name anew is judged by its new name, and shown by that of the checkpoint.
     shown = {path: handles[0].path for path, leaf in iter_leaves(first.tree) if (handles := handles_of(leaf))}
     stored = map_leaves(_here, first.tree)
     first = dataclasses.replace(first, tree=stored)
-    begun = [first]
-    if isinstance(first.tree, Branch):
-        likely = proposals.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
-        begun += filter(None, (pairing.tried(first, steps) for steps in likely))
+    begun = [first, *filter(None, (pairing.tried(first, [step]) for step in proposals.collections(pairing, stored)))]
     if lacking <= _MANY and (matched := pairing.leftovers(first)).matched > first.matched:
         begun.insert(0, matched)
-    arranged = (pairing.laid_out(pairing.paired(state)) for state in begun)
-    found = sorted(arranged, key=lambda one: (-one.matched, len(one.steps)))
-    best: Suggestion | None = None
-    for state in found:
+    found = [pairing.laid_out(pairing.paired(state)) for state in begun]
+    most = max(1, *(state.matched for state in found))
+    made = list[Suggestion]()
+    for state in sorted(found, key=lambda one: len(one.steps)):
         # Fewer leaves found is no better way, however sure; nor are more steps than those of what is certain.
-        is_best = best is not None and not best.doubts and len(best.steps) <= len(state.steps)
-        if is_best or state.matched < max(found[0].matched, 1):
-            break
-        state = proposals.finished(pairing, state)
-        remaining = pairing.missing(state.tree)
-        steps, against = _judged(_Outcome(stored, target, state.tree, shown), state.steps, remaining)
-        sentences = tuple(printable(doubt, one_line=True) for doubt in against)
-        proposal = Suggestion(steps, tuple(map(show_path, remaining)), sentences)
-        if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
-            best = proposal
-    return best
+        if state.matched == most and all(one.doubts for one in made):
+            state = proposals.finished(pairing, state)
+            remaining = pairing.missing(state)
+            steps, against = _judged(_Outcome(stored, target, state.tree, shown), state.steps, remaining)
+            sentences = tuple(printable(doubt, one_line=True) for doubt in against)
+            if len(remaining) <= lacking / 2:
+                made.append(Suggestion(steps, tuple(map(show_path, remaining)), sentences))
+    return min(made, key=lambda one: (len(one.remaining), len(one.doubts), len(one.steps)), default=None)
 
 
 def _here(path: Path, leaf: Any) -> Any:

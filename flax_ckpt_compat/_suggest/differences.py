@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import counted, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import layouts
 from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, is_torch_name, look, turned
-from flax_ckpt_compat._suggest.names import akin, natural, pair_up
+from flax_ckpt_compat._suggest.leaf_features import (
+    EMPTY,
+    MOMENTS,
+    Look,
+    SubtreeMemo,
+    fits,
+    flatten,
+    is_torch_name,
+    look,
+    turned,
+)
+from flax_ckpt_compat._suggest.names import akin, natural
 
 _MAX_PAIRS, _MAX_STACKS = 900, 12
 _ROWS = (2, 3)  # numbers of rows that may be arrays with names of their own: gate and up, key and value
@@ -26,17 +35,6 @@ class Change:
     old: tuple[str, ...]
     new: tuple[str, ...]
     patterns: dict[str, str]  # for the old names → replacements
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Level:
-    """An added or removed level between a collection and its children; the optimizer's moments have it, too."""
-
-    top: str
-    name: str  # perhaps several, joined
-    is_new: bool  # the target has it, not the checkpoint
-    held: tuple[str, ...]  # what is below the collection in the checkpoint
     reason: str
 
 
@@ -77,11 +75,10 @@ class Gap:
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
 
-    def others(self) -> Iterator[list[ProposedRule] | Level | Change]:
+    def others(self) -> Iterator[list[ProposedRule] | Change]:
         """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
-            yield from self._interleaved()
             yield from self._named_rows()
             yield from self._levels()
             for old, new in self._aligned():
@@ -108,10 +105,8 @@ class Gap:
                 key = bool(row.stem), *(prints[:1] if len(set(prints)) == 1 else prints)
                 groups.setdefault(key, ([], []))[side].append(row)
         for olds, news in groups.values():
-            for left, right in pair_up([row.stem for row in olds], [row.stem for row in news]) if olds and news else ():
-                one = next(row for row in olds if row.stem == left)
-                other = next(row for row in news if row.stem == right)
-                renamed_list = one.slash and other.slash and left != right
+            for one, other in zip(olds, news, strict=False):
+                renamed_list = one.slash and other.slash and one.stem != other.stem
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
@@ -119,48 +114,55 @@ class Gap:
                     yield Change(self.path, tuple(one.siblings), tuple(other.siblings), patterns, reason)
 
     def _stacks(self) -> Iterator[list[ProposedRule]]:
-        olds, news = self._open()
-        for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
-            likely: dict[object, list[str]] = {}  # names by the sizes of their leaves
-            for name, node in others.items() if found else ():
-                for size in layouts.sizes(self.memo.contents(node)):
-                    likely.setdefault(size, []).append(name)
-            known: dict[object, dict[str, tuple[int, str]]] = {}  # in natural order, by a row's contents and number
-            for row in found:
-                if len(set(map(self.memo.print, row.nodes))) != 1:
-                    continue
-                layer, kind = self.memo.contents(row.nodes[0]), (self.memo.print(row.nodes[0]), len(row.nodes))
-                if kind not in known:
-                    near = {name for size in layouts.sizes(layer, len(row.nodes)) for name in likely.get(size, ())}
-                    wholes = {name: self.memo.contents(others[name]) for name in natural(near & others.keys())}
-                    found_on = {name: layouts.axis_of(kind[1], layer, whole) for name, whole in wholes.items()}
-                    known[kind] = {name: axis for name, axis in found_on.items() if axis}
-                axes = {name: axis for name, axis in known[kind].items() if name in others}
-                if axes:
-                    name = max(axes, key=lambda one: (one == row.stem, akin(one, row.stem)))
-                    self._take(row.siblings, [name], turned=not stacking)
-                    for above in self.heads:
-                        layers = dataclasses.replace(row, stem=above + row.stem)
-                        yield (layouts.stacked if stacking else layouts.unstacked)(layers, above + name, *axes[name])
-
-    def _interleaved(self) -> Iterator[list[ProposedRule]]:
-        """Yield the rules between a row and stacks that hold every n-th layer each, here or one level below."""
+        """Yield the rules between a row and its stack, or stacks of every n-th layer each, here or one level below."""
         for found, others, stacking in zip(self._open(), (self.new, self.gone), (True, False), strict=True):
             inner = [(name, child.children) for name, child in others.items() if found and isinstance(child, Branch)]
             below = {f"{name}/{one}": node for name, children in inner for one, node in children.items()}
-            shorts = [short for short in layouts.rows({**others, **below}) if len(short.nodes) <= _MAX_STACKS]
-            pairs = itertools.product(found, shorts) if len(found) * len(shorts) <= _MAX_PAIRS else ()
-            done = set[str]()
-            for row, short in sorted(pairs, key=lambda pair: not akin(pair[0].stem, pair[1].stem)):
-                count, rest = divmod(len(row.nodes), len(short.nodes))
-                if count < 2 or rest or not done.isdisjoint((*row.names, *short.names)):
-                    continue
-                axis = layouts.axis_of(count, *(self.memo.contents(side.nodes[0]) for side in (row, short)))
-                if axis and all(len(set(map(self.memo.print, side.nodes))) == 1 for side in (row, short)):
-                    done.update(row.names, short.names)
-                    tops = {name.partition("/")[0] for name in short.siblings}
-                    self._take(row.siblings, tops, turned=not stacking)
-                    yield layouts.interleaved(row, short, axis[0], stacking=stacking)
+            shorts = [row for row in layouts.rows({**others, **below}) if len(row.nodes) <= _MAX_STACKS]
+            wholes: dict[tuple[str, ...], Node] = {(name,): node for name, node in others.items() if found}
+            wholes |= {tuple(row.names): row.nodes[0] for row in filter(self._is_even, shorts)}
+            likely: dict[object, list[tuple[str, ...]]] = {}  # stacks by the sizes of their layers
+            for names, node in wholes.items():
+                for size in layouts.sizes(self.memo.contents(node), len(names)):
+                    likely.setdefault(size, []).append(names)
+            known: dict[object, dict[tuple[str, ...], tuple[int, str]]] = {}  # by a row's contents and number
+            for row in filter(self._is_even, found):
+                layer, count = self.memo.contents(row.nodes[0]), len(row.nodes)
+                kind = self.memo.print(row.nodes[0]), count
+                if kind not in known:
+                    sizes = sorted(layouts.sizes(layer, count))
+                    near = dict.fromkeys(names for size in sizes for names in likely.get(size, ()))
+                    axes = {
+                        names: layouts.axis_of(count // len(names), layer, self.memo.contents(wholes[names]))
+                        for names in near
+                        if count > len(names) and count % len(names) == 0
+                    }
+                    known[kind] = {names: axis for names, axis in axes.items() if axis}
+                tops = {names: {one.partition("/")[0] for one in names} for names in known[kind]}
+                if able := [names for names in tops if others.keys() >= tops[names]]:
+                    names = max(able, key=lambda one: (len(one) == 1, one[0] == row.stem, akin(one[0], row.stem)))
+                    self._take(row.siblings, tops[names], turned=not stacking)
+                    yield from self._stacked(row, names, *known[kind][names], stacking=stacking)
+
+    def _is_even(self, row: LayerRow) -> bool:
+        """Return whether all layers of a row have the same contents."""
+        return len(set(map(self.memo.print, row.nodes))) == 1
+
+    def _stacked(
+        self, row: LayerRow, names: Sequence[str], axis: int, doubt: str, *, stacking: bool
+    ) -> Iterator[list[ProposedRule]]:
+        """Yield the rules between a row and stacks, below the name of this branch alone or everywhere."""
+        count, every, first = len(row.nodes), len(names), row.first
+        reason = f"{names[0]} has an axis of {count // every}, there are {count} {row.stem}…"
+        stacks, places = {f"{row.stem}{row.slash}": names[0]}, dict[str, str]()
+        if every > 1:
+            doubt = f"the shapes do not tell whether {names[0]} holds one layer in {every} or neighbours"
+            places = {name: f"{names[number % every]}/{number // every}" for number, name in enumerate(row.names)}
+            stacks, first = {f"{name}/": name for name in names}, 0
+        for above in self.heads:
+            if above or row.stem:  # names that are numbers alone may be those of other things, too
+                why = reason, doubt
+                yield layouts.stacked(above, places, stacks, why, stacking=stacking, axis=axis, first=first)
 
     def _named_rows(self) -> Iterator[list[ProposedRule]]:
         """Yield the rules for an array of which the other side has each row under a name of its own."""
@@ -178,61 +180,44 @@ class Gap:
                 if more or len(shape) < 2 or len(names) != shape[0] or (shape, kind) in others or row in ones:
                     continue
                 if shape[0] in _ROWS and "/" not in name:
-                    tops = [one.partition("/")[0] for one in names]
-                    self._take(tops, [name], turned=not stacking)
+                    self._take([one.partition("/")[0] for one in names], [name], turned=not stacking)
+                    places = {one: f"{name}_{number}" for number, one in enumerate(names)}
+                    why = (
+                        f"they are as large as the {len(names)} rows of {name}",
+                        f"nothing says which of {', '.join(names)} is the first row of {name}",
+                    )
                     for above in self.heads:
-                        yield layouts.named_rows(above + name, [above + one for one in names], stacking=stacking)
+                        yield layouts.stacked(above, places, {f"{name}_": name}, why, stacking=stacking)
 
-    def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
+    def _levels(self) -> Iterator[Change]:
         """Yield an added or removed level, and count its children as paired."""
         for children, others, is_new in ((self.gone, self.new, True), (self.new, self.gone, False)):
             prints = set(map(self.memo.print, children.values()))
             for name, whole in list(others.items()) if len(children) > 1 or self.path else ():
-                if not isinstance(whole, Branch):
-                    continue
-                names, inner = [name], whole
-                held = self._held(children, inner, len(others))
-                while not held and len(inner.children) == 1:
-                    ((name, child),) = inner.children.items()
-                    if not isinstance(child, Branch):
-                        break
-                    names, inner = [*names, name], child
-                    held = self._held(children, inner, len(others))
+                level, inner, held = list[str](), {name: whole}, list[str]()
+                while not held and len(inner) == 1 and isinstance(node := next(iter(inner.values())), Branch):
+                    level, inner = [*level, *inner], node.children
+                    held = [one for one in inner if one in children and self._share(children[one], inner[one])]
                 # What holds the same as a child is that child itself, unless it holds the only child by its name.
                 same = self.memo.print(whole) in prints
-                only = len(children) == 1 and children.keys() == inner.children.keys()
-                if not held or "/" in "".join(names) or (same and not only):
-                    continue
-                yield self._level("/".join(names), held, is_new=is_new)
-                self._take(list(children), names[:1], turned=not is_new)
-                return
+                only = len(children) == 1 and children.keys() == inner.keys()
+                if held and (only or not same) and "/" not in "".join(level) and MOMENTS.isdisjoint(level):
+                    place = show_path(self.path) if self.path else "the whole tree"
+                    reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"
+                    if is_new:
+                        olds = tuple(held if self.common else children)
+                        stay = [(one,) for one in self.ours if one not in olds]
+                        pattern = layouts.pattern_of([(one,) for one in olds], stay) or either(olds)
+                        patterns = {f"({pattern})": rf"{plain('/'.join(level))}/\1"}
+                        yield Change(self.path, olds, (name,), patterns, reason)
+                    else:
+                        yield Change(self.path, (name,), tuple(inner), {literal("/".join(level)): ""}, reason)
+                    self._take(list(children), [name], turned=not is_new)
+                    return
 
-    def _level(self, name: str, held: list[str], *, is_new: bool) -> list[ProposedRule] | Level | Change:
-        """Return the step for a level: renames if it is below a collection, or holds some of the children only."""
-        place = show_path(self.path) if self.path else "the whole tree"
-        reason = f"{name} holds what {place} holds: {', '.join(held[:4])}"
-        top = name.split("/")[0]
-        if is_new and self.common:
-            return Change(self.path, tuple(held), (top,), {f"({either(held)})": rf"{plain(name)}/\1"}, reason)
-        if not self.path:
-            away = rules.unwrap(literal(name)) if self.common else rules.move(literal(name), "")
-            return [ProposedRule(rules.wrap(name) if is_new else away, reason)]
-        *above, last = self.path
-        if not above:
-            return Level(last, name, is_new, tuple(held if is_new else [top]), reason)
-        less, more = last, f"{last}/{name}"
-        pattern = {literal(less): plain(more)} if is_new else {literal(more): plain(less)}
-        return Change(tuple(above), (last,), (last,), pattern, reason)
-
-    def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
-        """Return the children that are in another branch, by names or, if half of them match, by contents."""
-        both = [name for name in inner.children if name in children]
-        named = [name for name in both if self.memo.contents(children[name]) & self.memo.contents(inner.children[name])]
-        if named or self.common or len(children) < 2 or others > 1:
-            return named
-        prints = {self.memo.print(child) for child in inner.children.values()}
-        found = [name for name, child in children.items() if self.memo.print(child) in prints]
-        return found if len(found) * 2 >= len(children) else []
+    def _share(self, one: Node, other: Node) -> bool:
+        """Return whether two nodes have a leaf in common."""
+        return bool(self.memo.contents(one) & self.memo.contents(other))
 
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
@@ -250,7 +235,7 @@ class Gap:
                 for name, node in children.items():
                     if (name, side) not in done:
                         groups.setdefault(print_of(node), ([], []))[side].append(name)
-            pairs += [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
+            pairs += [pair for side in groups.values() for pair in zip(*map(natural, side), strict=False)]
         pairs = [(old, new) for old, new in pairs if self.memo.has_arrays(self.gone[old]) or akin(old, new)]
         olds = [name for name in self.gone.keys() - dict(pairs).keys() if self.memo.has_arrays(self.gone[name])]
         news = list(self.new.keys() - {new for _, new in pairs})
@@ -258,12 +243,12 @@ class Gap:
         few = len(olds) * len(news) <= _MAX_PAIRS
         for old, new in itertools.product(sorted(olds), sorted(news)) if few else ():
             ours, theirs = self.gone[old], self.new[new]
-            contents = self.memo.contents(theirs)
-            shared = (self.memo.contents(ours) & contents).total()
+            one, other = self.memo.contents(ours), self.memo.contents(theirs)
+            shared = (one & other).total()
             # Torch's weight that became a kernel is transposed.
             is_turned = is_torch_name(old, new) and turned(look(ours)[0], look(theirs)[0])
             if shared or is_turned:
-                shares[old, new] = shared / contents.total()
+                shares[old, new] = shared / (one | other).total()
         for old, new in sorted(shares, key=lambda one: (-shares[one], one[0] != one[1], not akin(*one))):
             if old in olds and new in news:
                 pairs.append((old, new))

@@ -7,14 +7,14 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
-from flax_ckpt_compat._suggest.leaf_features import Contents, bare, is_torch_name, turned
+from flax_ckpt_compat._suggest.leaf_features import Contents, is_torch_name, turned
 from flax_ckpt_compat._suggest.names import unnumbered
 
 _AXES = (0, 1, 2, 3, -1)
@@ -92,54 +92,28 @@ def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
     return ProposedRule(rule, reason)
 
 
-def stacked(old: LayerRow, into: str, axis: int, doubt: str) -> list[ProposedRule]:
-    """Return the rules that stack a row."""
-    stem = old.stem or f"{into.rpartition('/')[2]}_"
-    reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
-    # Names that are numbers alone may be those of other things, too.
-    named = [] if old.stem else [rename(renamed(old, LayerRow(stem, "", old.first, old.nodes)), f"layers of {into}")]
-    rule = rules.stack(rf"{literal(stem)}{old.slash}(\d+)", into, **_given(axis=axis, first=old.first))
-    return [*named, ProposedRule(rule, reason, doubt)]
+def stacked(
+    above: str,
+    names: Mapping[str, str],
+    stacks: Mapping[str, str],
+    why: tuple[str, str],
+    *,
+    stacking: bool,
+    **given: int,
+) -> list[ProposedRule]:
+    """Return the rules that rename layers below ``above`` and stack them, or, not ``stacking``, those that undo it.
 
-
-def unstacked(new: LayerRow, name: str, axis: int, doubt: str) -> list[ProposedRule]:
-    """Return the rules that unstack a stack into a row."""
-    reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
-    rule = rules.unstack(literal(name), f"{new.stem}{new.slash}{{}}", **_given(axis=axis, first=new.first))
-    return [ProposedRule(rule, reason, doubt)]
-
-
-def interleaved(many: LayerRow, stacks: LayerRow, axis: int, *, stacking: bool) -> list[ProposedRule]:
-    """Return the rules between a row and a shorter one, of stacks that hold every n-th layer each."""
-    every, first = len(stacks.nodes), stacks.names[0]
-    reason = f"{first} has an axis of {len(many.nodes) // every}, there are {len(many.nodes)} {many.stem}…"
-    doubt = f"the shapes do not tell whether {first} holds one layer in {every} or neighbours"
-    places = [f"{stacks.names[n % every]}/{n // every}" for n in range(len(many.nodes))]
-    given = _given(axis=axis)
+    ``stacks`` are names of layers without their numbers, and the stack of each; ``why`` is the reason and a doubt."""
+    given = {name: value for name, value in given.items() if value}
     if stacking:
-        steps = [rules.stack(rf"{literal(name)}/(\d+)", name, **given) for name in stacks.names]
-        return [_moved(many.names, places, reason), *(ProposedRule(step, reason, doubt) for step in steps)]
-    steps = [rules.unstack(literal(name), f"{name}/{{}}", **given) for name in stacks.names]
-    return [*(ProposedRule(step, reason, doubt) for step in steps), _moved(places, many.names, reason)]
-
-
-def named_rows(array: str, names: list[str], *, stacking: bool) -> list[ProposedRule]:
-    """Return the rules between an array and those that hold one of its rows each, under names of their own."""
-    reason = f"they are as large as the {len(names)} rows of {array}"
-    doubt = f"nothing says which of {', '.join(names)} is the first row of {array}"
-    places = [f"{array}_{n}" for n in range(len(names))]
-    if stacking:
-        step = rules.stack(rf"{literal(array)}_(\d+)", array)
-        return [_moved(names, places, reason), ProposedRule(step, reason, doubt)]
-    return [ProposedRule(rules.unstack(literal(array), f"{array}_{{}}"), reason, doubt), _moved(places, names, reason)]
-
-
-def _moved(olds: Sequence[str], news: Sequence[str], reason: str) -> ProposedRule:
-    return rename({literal(old): plain(new) for old, new in zip(olds, news, strict=True)}, reason)
-
-
-def _given(**arguments: int) -> dict[str, int]:
-    return {name: value for name, value in arguments.items() if value}
+        found = [rules.stack(rf"{literal(above + stem)}(\d+)", above + into, **given) for stem, into in stacks.items()]
+    else:
+        found = [rules.unstack(literal(above + into), f"{above}{stem}{{}}", **given) for stem, into in stacks.items()]
+        names = {new: old for old, new in names.items()}
+    patterns = {literal(above + old): plain(above + new) for old, new in names.items()}
+    renames = [rename(patterns, why[0])] if patterns else []
+    steps = [ProposedRule(rule, *why) for rule in found]
+    return [*renames, *steps] if stacking else [*steps, *renames]
 
 
 def axis_of(count: int, layer: Contents, whole: Contents) -> tuple[int, str] | None:
@@ -194,62 +168,37 @@ class Stored(NamedTuple):
     """A stored array at its place in the target."""
 
     path: Path
-    was: Path  # before the rules so far
+    names: tuple[str, str]  # the last ones, before and after the rules so far
     shape: Shape
     wanted: Shape
 
 
 def steps(arrays: Sequence[Stored]) -> Iterator[ProposedRule]:
-    """Yield the steps for the arrays that have as many values as the target's, in another layout."""
-    groups: dict[tuple[str, Shape], list[Stored]] = {}
+    """Yield the steps for the arrays that have the values of the target's, in another layout."""
+    groups: dict[tuple[bool, Shape], list[Stored]] = {}
     for one in arrays:
-        if one.shape != one.wanted and math.prod(one.shape) == math.prod(one.wanted) and (change := _change(one)):
-            groups.setdefault(change, []).append(one)
-    for (kind, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
-        if step := _step(kind, argument, group, arrays):
-            yield step
-
-
-def _change(one: Stored) -> tuple[str, Shape] | None:
-    """Return what became of an array, and the argument of the rule for it."""
-    if _squeezed(one.shape) == _squeezed(one.wanted):
-        is_vector = len(_squeezed(one.wanted)) == 1  # of which the only length is that of the array
-        return "squeezed", tuple(-1 if is_vector and size != 1 else size for size in one.wanted)
-    for order in turned(one.shape, one.wanted):
-        return "transposed", order
-    if _is_split(one.shape, one.wanted) or _is_split(one.wanted, one.shape):
-        return "heads", one.wanted
-    return None
-
-
-def _squeezed(shape: Shape) -> Shape:
-    return tuple(size for size in shape if size != 1)
-
-
-def _is_split(whole: Shape, parts: Shape) -> bool:
-    """Return whether one axis of a shape is two in another one, and the others stay."""
-    return len(parts) == len(whole) + 1 and any(
-        (*parts[:axis], parts[axis] * parts[axis + 1], *parts[axis + 2 :]) == whole for axis in range(len(whole))
-    )
-
-
-def _step(kind: str, argument: Shape, group: list[Stored], arrays: Iterable[Stored]) -> ProposedRule | None:
-    """Return the step for a group of arrays."""
-    one, names = group[0], {(bare(one.was)[-1], bare(one.path)[-1]) for one in group}
-    if kind == "transposed" and all(is_torch_name(*pair) for pair in names):  # square ones go with the others
-        square = [one for one in arrays if one.shape == one.wanted and argument in turned(one.shape, one.wanted)]
-        group = [*group, *(one for one in square if (bare(one.was)[-1], bare(one.path)[-1]) in names)]
-    wanted = {one.path for one in group}
-    if not (pattern := pattern_of(wanted, (one.path for one in arrays if one.path not in wanted))):
-        return None
-    if kind == "squeezed":
-        return ProposedRule(rules.reshape(pattern, argument), "axes of length 1 come or go, and all values stay")
-    if kind == "heads":
-        doubt = f"{show_path(one.path)} has as many values, whose order in the new axes the shapes do not tell"
-        return ProposedRule(rules.reshape(pattern, argument), f"stored {one.shape}", doubt)
-    doubt = f"{show_path(one.path)} has the stored shape transposed, and may be another layer or size"
-    reason = f"transposed: stored {one.shape}, target {one.wanted}"
-    return ProposedRule(rules.transpose(pattern, argument), reason, doubt)
+        sides, wanted = ([size for size in shape if size != 1] for shape in (one.shape, one.wanted))
+        orders = turned(one.shape, one.wanted)
+        if one.shape != one.wanted and sides == wanted:
+            # The length of a vector is that of each array.
+            shape = tuple(-1 if len(wanted) == 1 and size != 1 else size for size in one.wanted)
+            groups.setdefault((True, shape), []).append(one)
+        elif one.shape != one.wanted and orders:
+            groups.setdefault((False, orders[0]), []).append(one)
+    for (is_reshaped, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
+        names = {one.names for one in group}
+        if not is_reshaped and all(is_torch_name(*pair) for pair in names):  # square ones go with the others
+            square = [one for one in arrays if one.shape == one.wanted and argument in turned(one.shape, one.wanted)]
+            group += [one for one in square if one.names in names]
+        paths = {one.path for one in group}
+        pattern = pattern_of(paths, (one.path for one in arrays if one.path not in paths))
+        if pattern and is_reshaped:
+            yield ProposedRule(rules.reshape(pattern, argument), "axes of length 1 come or go, and all values stay")
+        elif pattern:
+            first = group[0]
+            doubt = f"{show_path(first.path)} has the stored shape transposed, and may be another layer or size"
+            reason = f"transposed: stored {first.shape}, target {first.wanted}"
+            yield ProposedRule(rules.transpose(pattern, argument), reason, doubt)
 
 
 def pattern_of(wanted: Collection[Path], others: Iterable[Path], longest: int = 99) -> str:

@@ -125,7 +125,8 @@ def is_t5x(tree: Node) -> bool:
     return isinstance(state, Branch) and "param_states" in state.children
 
 
-def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
+def _optimizer_roots(tree: Node, path: Path, depth: int = 1) -> Iterator[Path]:
+    """Yield the key paths of optimizers' states; ``depth`` is that of one without a name of its own."""
     if not isinstance(tree, Branch) or "params" in path or (path and path[-1] in ("batch_stats", "ema_params")):
         return
     if path[-1:] == ("param_states",):
@@ -135,10 +136,11 @@ def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
     if named and not _holds_more(tree):
         yield path
     elif {"mu", "nu"} <= tree.children.keys() or {"trace"} == tree.children.keys():
-        yield path[:1]
+        yield path[:depth]
     else:
+        depth = len(path) + 1 if "params" in tree.children else depth  # what is beside parameters holds none
         for name, child in tree.children.items():
-            yield from _optimizer_roots(child, (*path, name))
+            yield from _optimizer_roots(child, (*path, name), depth)
 
 
 def _is_named_optimizer(name: Path, tree: Branch) -> bool:

@@ -1,7 +1,7 @@
 """Match what is left over: nodes of the target without stored values with stored ones that it does not use.
 
-Nodes match by the names inside of them and by shapes; of several, those of a row match by the numbers in their names,
-and then the only one below the same names, or with a word in common."""
+Nodes match by the names inside of them and by shapes; of several, those of a row match by the numbers in their
+names, and then the only one below the same names, or with a word in common."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.tree import Path
@@ -52,7 +52,6 @@ _ALIASES = (
     _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
     _set("bias beta b offset"),
 )  # fmt: skip
-_MAX_PAIRS = 2500
 
 
 def unnumbered(path: Path) -> Path:
@@ -94,20 +93,6 @@ def _initials(name: str) -> str:
     """Return ``bn`` for ``BatchNorm_0``; nothing for single words."""
     found = _WORDS.findall(name)
     return "".join(word[0].lower() for word in found) if len(found) > 1 else "-"
-
-
-def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair old names with new ones: those akin only to each other, then natural order."""
-    pairs = []
-    left, right = natural(olds), natural(news)
-    common = frozenset().union(*(frozenset.intersection(*map(words, side)) for side in (left, right) if len(side) > 1))
-    for old in list(left) if 1 < len(left) * len(right) <= _MAX_PAIRS else ():
-        near = [new for new in right if akin(old, new, common)]
-        if len(near) == 1 and sum(akin(other, near[0], common) for other in left) == 1:
-            pairs.append((old, near[0]))
-            left.remove(old)
-            right.remove(near[0])
-    return pairs + list(zip(left, right, strict=False))
 
 
 @functools.lru_cache(100_000)
@@ -198,4 +183,4 @@ def _other_number(old: Path, new: Path) -> bool:
     one, other = numbered(old[-1]), numbered(new[-1])
     if one is None or other is None or BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
         return False
-    return one[1] != other[1] and len(old) == len(new) and (one[0] == other[0] or any(_read(old[-1])))
+    return one[1] != other[1] and (one[0] == other[0] or any(_read(old[-1])))

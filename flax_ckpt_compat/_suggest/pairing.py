@@ -12,14 +12,13 @@ from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._suggest import layouts, match_unused
-from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
-from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
+from flax_ckpt_compat._suggest.differences import Change, Gap, torn
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, rename
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, SubtreeMemo, bare, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
 
 _ROUNDS = 8
 _LAYERS = re.compile(r"rules\.(un)?stack\(")
-_KNOWN = 4
 # Renames of one round: more than a few make one mapping, and too many are no evidence for any.
 _SEPARATE, _MAX_RENAMES = 24, 300
 _LARGE = 20_000  # nodes of a tree for which each rule takes long
@@ -30,6 +29,7 @@ class State:
     """A checkpoint's tree after some steps."""
 
     tree: Node  # of handles and what the rules made of them
+    looks: dict[Path, Look]  # of its leaves
     steps: tuple[ProposedRule, ...]
     fitting: Set[Path]  # the target's leaves that are found with their shape
 
@@ -45,11 +45,12 @@ class Pairing:
     def __init__(self, target: Node):
         self.target, self.goal = target, flatten(target)
         self.roles, self.memo = Roles(target), SubtreeMemo()
-        self._looks: dict[int, tuple[Node, dict[Path, Look]]] = {}  # of the latest trees, which are asked for often
 
-    def start(self, stored: Node) -> State:
-        """Return the state before any step."""
-        return State(stored, (), self._fitting(stored))
+    def start(self, tree: Node, steps: tuple[ProposedRule, ...] = ()) -> State:
+        """Return the state of a tree after some steps."""
+        have = flatten(tree)
+        wanted = ((path, seen) for path, seen in self.goal.items() if seen != EMPTY and have.get(path, KEPT) != KEPT)
+        return State(tree, have, steps, {path for path, seen in wanted if fits(have[path], seen)})
 
     def tried(self, state: State, steps: Iterable[ProposedRule]) -> State | None:
         """Return the state after more steps, or None where a rule does not fit."""
@@ -59,24 +60,11 @@ class Pairing:
                 tree = step.rule.apply(tree, self.target)
             except CheckpointError:
                 return None
-        return State(tree, (*state.steps, *steps), self._fitting(tree))
+        return self.start(tree, (*state.steps, *steps))
 
-    def looks(self, tree: Node) -> dict[Path, Look]:
-        """Return `flatten` of a tree."""
-        if id(tree) not in self._looks:
-            if len(self._looks) > _KNOWN:
-                del self._looks[next(iter(self._looks))]
-            self._looks[id(tree)] = tree, flatten(tree)
-        return self._looks[id(tree)][1]
-
-    def _fitting(self, tree: Node) -> Set[Path]:
-        have = self.looks(tree)
-        wanted = ((path, seen) for path, seen in self.goal.items() if seen != EMPTY and have.get(path, KEPT) != KEPT)
-        return {path for path, seen in wanted if fits(have[path], seen)}
-
-    def missing(self, tree: Node, at: Path = ()) -> list[Path]:
+    def missing(self, state: State, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
-        have = self.looks(tree)
+        have = state.looks
         inner = {path[:end] for path in have for end in range(len(path))}
         return [
             path
@@ -96,7 +84,7 @@ class Pairing:
     def laid_out(self, state: State) -> State:
         """Return the state after the steps for arrays that have their names and lie otherwise."""
         arrays = [
-            layouts.Stored(path, leaf.path, leaf.shape, self.goal[path][0])
+            layouts.Stored(path, (bare(leaf.path)[-1], bare(path)[-1]), leaf.shape, self.goal[path][0])
             for path, leaf in iter_leaves(state.tree)
             if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY and path in self.goal
         ]
@@ -123,7 +111,7 @@ class Pairing:
         return state
 
     def _leftovers(self, state: State) -> Iterator[list[ProposedRule]]:
-        found = list(match_unused.changes(state.tree, self.looks(state.tree), self.target, self.goal, self.memo))
+        found = list(match_unused.changes(state.tree, state.looks, self.target, self.goal, self.memo))
         if found:
             yield from _renamed(found, _places(state.tree), Roles(state.tree))
 
@@ -132,7 +120,6 @@ class Pairing:
         own = Roles(state.tree)
         places = _places(state.tree)
         stacks: dict[str, list[ProposedRule]] = {}
-        levels: dict[tuple[str, bool], list[Level]] = {}
         rows: list[Change] = []
         changes: list[Change] = []
         for path, stored, target in self._branches(state.tree, self.target, own, ()):
@@ -140,16 +127,11 @@ class Pairing:
             rows += gap.rows()
             for found in gap.others():
                 if isinstance(found, Change):
-                    if self._keeps_roles(found, own):
-                        changes.append(found)
-                elif isinstance(found, Level):
-                    levels.setdefault((found.name, found.is_new), []).append(found)
+                    changes += [found] if self._keeps_roles(found, own) else []
                 else:
                     stacks.setdefault(found[0].rule.source, found)
         yield from _renamed(rows, places, own)
         yield from stacks.values()
-        for group in levels.values():
-            yield _leveled(group, places, own)
         yield from _renamed(changes, places, own)
 
     def _keeps_roles(self, change: Change, own: Roles) -> bool:
@@ -186,16 +168,6 @@ def _places(tree: Node) -> dict[str, set[Path]]:
         for name in branch.children:
             places.setdefault(name, set()).add(path)
     return places
-
-
-def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> list[ProposedRule]:
-    """Return the step for one level that several collections have more or less; moments go with the parameters."""
-    name, is_new = levels[0].name, levels[0].is_new
-    above = {at for level in levels for held in level.held for at in places.get(held, ())}
-    moments = {at[-1] for at in above if at and at[-1] in MOMENTS and own.is_optimizer(at)}
-    tops = either(moments | {level.top for level in levels})
-    pattern = {f"({tops})": rf"\1/{plain(name)}"} if is_new else {f"({tops})/{literal(name)}": r"\1"}
-    return [rename(pattern, levels[0].reason)]
 
 
 def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[ProposedRule]]:
@@ -237,7 +209,8 @@ def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own:
     """Return a pattern for as many names above a child as tell it from children that keep their name."""
     path = change.path
     everywhere = {at for name in change.old for at in places.get(name, ())}
-    moments = {at for at in everywhere if own.is_optimizer(at) and not own.is_optimizer(path)}
+    inside = {at for at in everywhere if own.is_optimizer(at) and not own.is_optimizer(path)}
+    moments = {at for at in inside if not MOMENTS.isdisjoint(at)}  # other names there may be an optimizer's own
     strangers = {unnumbered(at) for at in everywhere - moments - homes}
     if not strangers or not path:
         return "^" if strangers else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,24 +14,21 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, topmost
 from flax_ckpt_compat._suggest import match_unused
-from flax_ckpt_compat._suggest.layouts import ProposedRule, either, listed, pattern_of, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, look
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, listed, pattern_of, plain, rename
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, is_t5x, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
 
-_MAX_COLLECTIONS = 20
-_MAX_KEPT = 40
+_MAX_KEPT, _MAX_PARTS = 40, 3
 _NO_MOMENTS = "no moments"
 
 
-def preludes(pairing: Pairing, stored: Branch) -> Iterator[ProposedRule]:
+def preludes(pairing: Pairing, stored: Branch, looks: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the steps for whole trees: flax.optim's states, names that hold key paths, boxes around arrays."""
     optimizer = stored.children.get("optimizer")
     if isinstance(optimizer, Branch) and {"target", "state"} <= optimizer.children.keys():
         yield ProposedRule(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
-    ours, theirs = (
-        {path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (pairing.looks(stored), pairing.goal)
-    )
+    ours, theirs = ({path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (looks, pairing.goal))
     if is_t5x(stored) and ("step",) in theirs and ("state", "step") in ours and ("step",) not in ours:
         yield ProposedRule(rules.move("state/step", "step"), "state/step is T5X's")
     yield from _replicated(stored, theirs)
@@ -93,43 +90,21 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
             return
 
 
-def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[ProposedRule, ...]]:
-    """Return the ways in which collections became the whole tree, or one part of it; the likeliest ones first."""
-    if len(stored.children) + len(target.children) > _MAX_COLLECTIONS:
+def collections(pairing: Pairing, stored: Branch) -> list[ProposedRule]:
+    """Return the ways in which linen's collections became one tree, as NNX has it: all of it, or a part."""
+    both, names = {"batch_stats", "params"}, pairing.target.children.keys() - stored.children.keys()
+    if not both <= stored.children.keys() - pairing.target.children.keys():
         return []
-    had, found = Roles(stored), list[tuple[int, tuple[ProposedRule, ...]]]()
-    gone = [name for name in stored.children if name not in target.children and not had.is_optimizer((name,))]
-    variables: list[str] = [name for name in ("params", "batch_stats") if name in gone]
-
-    def add(names: Sequence[str], into: Node, *steps: ProposedRule) -> None:
-        if alike := (sum((_ends(stored.children[name]) for name in names), Counter()) & _ends(into)).total():
-            found.append((alike, steps))
-
-    if "params" in variables:
-        unwraps = [ProposedRule(rules.unwrap(literal(name)), f"the target has no {name}") for name in variables]
-        add(variables, target, *unwraps)
-        add(["params"], target, ProposedRule(rules.move("params", ""), "the target has no params"))
-    for new, child in target.children.items():
-        # An optimizer's state has the shapes of the parameters, too, and is none of them.
-        if new not in stored.children and not roles.is_optimizer((new,)):
-            groups = [[name] for name in gone]
-            for names in [*groups, variables] if len(variables) > 1 else groups:
-                moves = {name: rules.move(literal(name), plain(new)) for name in names}
-                add(names, child, *(ProposedRule(move, f"{new} looks like {name}") for name, move in moves.items()))
-    return [steps for _, steps in sorted(found, key=lambda one: -one[0])]
-
-
-def _ends(node: Node) -> Counter[tuple[str, Look]]:
-    """Return the number of leaves of a last name and look."""
-    leaves = ((bare(path), look(leaf)) for path, leaf in iter_leaves(node))
-    return Counter((path[-1] if path else "", seen) for path, seen in leaves if seen != EMPTY)
+    new = [name for name in names if not pairing.roles.is_optimizer((name,))]
+    tops = ["", *sorted(new)] if len(new) <= _MAX_PARTS else [""]
+    return [rename({f"^(?:{either(both)})": plain(top)}, "the target has no such collections") for top in tops]
 
 
 def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
-        if not pairing.missing(state.tree, at) and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
+        if not pairing.missing(state, at) and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
             continue
         text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
         if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
@@ -140,8 +115,8 @@ def finished(pairing: Pairing, state: State) -> State:
             extra = {} if stored_at == at else {"stored_at": literal(joined(stored_at))}
             step = ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")
             tried = pairing.tried(state, [step])
-            if tried and not pairing.missing(tried.tree, at):
-                have = pairing.looks(tried.tree)
+            if tried and not pairing.missing(tried, at):
+                have = tried.looks
                 kept = [path for path in have if have[path] == KEPT and path[: len(at)] == at]
                 if begun := [path for path in kept if MOMENTS.intersection(path)]:
                     step = dataclasses.replace(step, reason=f"{step.reason}; initial values: {listed(begun)}")
@@ -154,16 +129,15 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, keeps=(at,))]) or state
-    for step in match_unused.copies(state.tree, pairing.target, pairing.missing(state.tree), pairing.memo):
+    for step in match_unused.copies(state.tree, pairing.target, pairing.missing(state), pairing.memo):
         state = pairing.tried(state, [step]) or state
-    state = typed_keys(pairing, _counted(pairing, state))
-    return _kept(pairing, state)
+    return _kept(pairing, typed_keys(pairing, state))
 
 
 def _is_mostly_there(pairing: Pairing, state: State, at: Path) -> bool:
     """Return whether all moments in an optimizer's state are in place but those of fields that are not stored."""
     wanted = [path for path, seen in pairing.goal.items() if path[: len(at)] == at and seen != EMPTY]
-    lacking = set(pairing.missing(state.tree, at))
+    lacking = set(pairing.missing(state, at))
     new = {pairing.roles.spot(path).field for path in wanted if path in lacking}
     there = {pairing.roles.spot(path).field for path in wanted if path not in lacking}
     return bool(new and there & MOMENTS) and new <= MOMENTS and new.isdisjoint(there)
@@ -176,25 +150,6 @@ def _is_longer(stored: Node, target: Node) -> bool:
     if target.container.is_sequence and len(stored.children) > len(target.children):
         return True
     return any(_is_longer(stored.children.get(name), child) for name, child in target.children.items())
-
-
-def _counted(pairing: Pairing, state: State) -> State:
-    """Return the state after steps that begin new schedules at the stored step, beside moments that are restored."""
-    have = pairing.looks(state.tree)
-    for root in sorted(pairing.roles.roots):
-        step, inside = (*root[:-1], "step"), [path for path in have if path[: len(root)] == root]
-        has_moments = any(have[path] != KEPT and MOMENTS.intersection(path) for path in inside)
-        if not has_moments or step not in have or have[step] != pairing.goal.get(step):
-            continue
-        for path in inside:
-            siblings = node_at(pairing.target, path[:-1])
-            if have[path] == KEPT and path in pairing.goal and list(siblings.children) == ["count"]:
-                count = joined(path)
-                doubt = f"{count} would begin anew, and begins at the stored step if each step was one update"
-                rule = rules.copy(literal(joined(step)), plain(count))
-                copied = ProposedRule(rule, "a new schedule goes on at the stored step", doubt)
-                state = pairing.tried(state, [copied]) or state
-    return state
 
 
 def typed_keys(pairing: Pairing, state: State) -> State:
@@ -216,7 +171,7 @@ def _fields(node: Node) -> str:
 
 
 def _kept(pairing: Pairing, state: State) -> State:
-    lacking = set(pairing.missing(state.tree))
+    lacking = set(pairing.missing(state))
     if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
         return state  # this is another model
     groups: dict[str, list[Path]] = {}
