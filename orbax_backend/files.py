@@ -27,14 +27,6 @@ class ByteRange(NamedTuple):
     length: int
 
 
-def read_database(file: Location, start: int, stop: int | None) -> bytes:
-    """Read a range of a file of the array database, or less where it ends before; a missing file is damage."""
-    try:
-        return file.read(start, stop)
-    except MissingPathError as error:
-        raise corrupt(file, "this file of the array database is missing") from error
-
-
 def list_names(folder: Location) -> list[str]:
     """Return the names in a directory in order, none if there is no directory; raise StorageError if it is refused."""
     return sorted(folder.listdir()) if folder.isdir() else []
@@ -44,7 +36,7 @@ class CheckpointFiles:
     """The files of a checkpoint's directory, which its index and its links may not leave."""
 
     def __init__(self, location: Location) -> None:
-        self._path = location.path
+        self._location, self._path = location, location.path
         self._local = None if location.is_remote else ContainedFiles(location.path)
 
     def check(self, relative: str) -> int | None:
@@ -53,6 +45,15 @@ class CheckpointFiles:
             what = f"it refers to {relative!r:.300}, which lies outside its directory; it was tampered with"
             raise CorruptCheckpointError(f"{self._path}: {what}: do not use it", path=self._path)
         return None if self._local is None else self._local.check(relative)
+
+    def read(self, relative: str, start: int, stop: int | None) -> bytes:
+        """Read a range of a file of the array database, or less where it ends before; a missing file is damage."""
+        self.check(relative)
+        file = self._location / relative
+        try:
+            return file.read(start, stop)
+        except MissingPathError as error:
+            raise corrupt(file, "this file of the array database is missing") from error
 
 
 def write_files(contents: Mapping[str, bytes]) -> None:

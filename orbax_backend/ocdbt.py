@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .chunk_codecs import MAX_RATIO, ChunkChecksumError, checked
-from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_database
+from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 VERSION = 0
@@ -52,7 +52,7 @@ def read_entries(location: Location, base: str = "") -> Entries:
 
     ``base`` is its directory in the checkpoint's, with its slash."""
     files, found, seen, limit = CheckpointFiles(location), Entries(), set[ByteRange](), _MAX_INDEX_BYTES
-    data = _read(files, location, base + MANIFEST, 0, None)
+    data = files.read(base + MANIFEST, 0, None)
     with _decoding(location / (base + MANIFEST)):
         level = _newest_root(data, base)
     while level:
@@ -66,7 +66,7 @@ def read_entries(location: Location, base: str = "") -> Entries:
         places = [(file, start, start + length) for file, start, length in (node.extent for node in level)]
         at_once = AT_ONCE if location.is_remote else 1
         below: list[NodeRef] = []
-        nodes = in_parallel(lambda place: _read(files, location, *place), places, at_once)
+        nodes = in_parallel(lambda place: files.read(*place), places, at_once)
         for node, data in zip(level, nodes, strict=True):
             with _decoding(location / node.extent.file, node.extent.offset):
                 if len(data) != node.extent.length:
@@ -84,12 +84,6 @@ def read_entries(location: Location, base: str = "") -> Entries:
     for file in {value.file for value in found.values() if type(value) is ByteRange}:
         files.check(file)
     return found
-
-
-def _read(files: CheckpointFiles, location: Location, name: str, start: int, stop: int | None) -> bytes:
-    """Read a part of a file, or less where it ends before."""
-    files.check(name)
-    return read_database(location / name, start, stop)
 
 
 @contextlib.contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
-from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_database
+from .files import ByteRange, CheckpointFiles, corrupt, list_names
 from .ocdbt import Entries, read_entries
 
 _MAX_METADATA_BYTES = 1 << 20
@@ -24,6 +23,7 @@ class Index:
 
     def __init__(self, location: Location, entries: Entries) -> None:
         self._location, self.entries = location.unlisted(), entries  # none where values are files
+        self._files = CheckpointFiles(self._location)
 
     def find(self, key: str) -> StoredValue | None:
         """Return the value, its byte range, or None if the key is absent."""
@@ -31,8 +31,15 @@ class Index:
 
     def get(self, key: str) -> bytes | None:
         """Read the metadata of an array; return None if the key is absent."""
-        value: Any = self.find(key)
-        return _read_small(self._location, value) if type(value) is ByteRange else value
+        value = self.find(key)
+        if not isinstance(value, ByteRange):
+            return value
+        file, start, length = value
+        data = self._files.read(file, start, start + min(length, _MAX_METADATA_BYTES))
+        if len(data) != length:
+            what = f"{length} bytes of metadata were expected at offset {start}, found {len(data)}"
+            raise corrupt(self._location / file, what)
+        return data
 
     def ends(self) -> dict[str, int]:
         """Return file of a database → end of the last value in it."""
@@ -129,12 +136,3 @@ def _unmerged_database(location: Location, names: Sequence[str]) -> str:
         return ""
     folders = any(name and stays_inside(name) and (location / name).isdir() for name in names)
     return processes[0] if folders else ""
-
-
-def _read_small(location: Location, extent: ByteRange) -> bytes:
-    """Read the metadata of an array."""
-    file, start = location / extent.file, extent.offset
-    data = read_database(file, start, start + min(extent.length, _MAX_METADATA_BYTES))
-    if len(data) != extent.length:
-        raise corrupt(file, f"{extent.length} bytes of metadata were expected at offset {start}, found {len(data)}")
-    return data
