@@ -73,7 +73,7 @@ class OrbaxReader(Reader):
         # Arrays, or boxes of them, that may be inline in the index, and the keys of their chunks.
         inline: list[tuple[int, StoredLeaf, BoxLayout]] = []
         keys: list[str] = []
-        arrays: list[int] = []
+        arrays: list[tuple[int, ArrayRead]] = []
         aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
         for number, one in enumerate(handles):
             handle, box = (one, None) if type(one) is LeafHandle else (one.handle, one.index)  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ class OrbaxReader(Reader):
             if type(leaf) is StoredLeaf:
                 parts = leaf.whole if box is None else leaf.layout_of(box)
                 if not leaf.has_small_chunks or not parts.known:
-                    arrays.append(number)
+                    arrays.append((number, ArrayRead(handle, parts)))
                     continue
                 prefix = layout.key_prefix(handle.name)
                 inline.append((number, leaf, parts))
@@ -96,10 +96,9 @@ class OrbaxReader(Reader):
         # In a directory or store without a database, each key is looked up.
         with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
             arrays += self._read_inline(handles, inline, map(self._index.find, keys), values)
-        reads = [_array_read(handles[number]) for number in arrays]
-        if reads:
-            self._arrays.read(reads, self.meter, mapped=mapped)
-        for number, read in zip(arrays, reads, strict=True):
+        if arrays:
+            self._arrays.read([read for _, read in arrays], self.meter, mapped=mapped)
+        for number, read in arrays:
             values[number] = self._decoded(handles[number], read.array)
         found = backend.read_all([one for _, one in aggregated], mapped=mapped, meter=self.meter)
         for (number, _), value in zip(aggregated, found, strict=True):
@@ -159,13 +158,13 @@ class OrbaxReader(Reader):
         inline: Sequence[tuple[int, StoredLeaf, BoxLayout]],
         found: Iterator[Any],
         values: list[Any],
-    ) -> list[int]:
-        """Copy what is inline in the index to new memory, alike ones together; return the numbers of the others."""
-        others, alike = list[int](), dict[BoxLayout, tuple[StoredLeaf, list[int], list[bytes]]]()
+    ) -> list[tuple[int, ArrayRead]]:
+        """Copy what is inline in the index to new memory, alike ones together; return the others, to be read."""
+        others, alike = list[tuple[int, ArrayRead]](), dict[BoxLayout, tuple[StoredLeaf, list[int], list[bytes]]]()
         for number, leaf, parts in inline:
             pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
             if None in pieces:
-                others.append(number)
+                others.append((number, ArrayRead(backend.handle_of(handles[number]), parts)))
                 continue
             _, numbers, chunks = alike.setdefault(parts, (leaf, [], []))
             numbers.append(number)
@@ -188,12 +187,6 @@ class OrbaxReader(Reader):
             return handle.locator.decode(array)
         except ValueError as error:
             raise corrupt_leaf(self.path, handle.path, f"its text is not UTF-8 ({error})") from error
-
-
-def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:
-    if isinstance(one, ArraySlice):
-        return ArrayRead(one.handle, one.handle.locator.layout_of(one.index))
-    return ArrayRead(one, one.locator.whole)
 
 
 def _inline(leaf: StoredLeaf, value: Any) -> Any:
