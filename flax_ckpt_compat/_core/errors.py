@@ -275,7 +275,8 @@ class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up ente
         # A ProcessTimeoutError is an OSError, because it is a TimeoutError.
         is_ours = isinstance(error, CheckpointError) and not (self._temporary and isinstance(error, StorageError))
         if isinstance(error, self._kinds) and not is_ours and not is_of_handler(error):
-            raise storage_error(self._path, error, self._doing, self._temporary) from (error.__cause__ or error)
+            cause = error.__cause__ if isinstance(error, StorageError) else None
+            raise storage_error(self._path, error, self._doing, self._temporary) from (cause or error)
 
 
 def writing(path: str, temporary: str) -> translated:
