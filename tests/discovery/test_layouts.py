@@ -209,7 +209,7 @@ with flax_ckpt_compat.open_checkpoint(sys.argv[1]) as view, ThreadPoolExecutor(2
 
 def test_processes_and_threads_read_at_positions_of_their_own(tmp_path: Path) -> None:
     """A fork while other threads read neither waits for them, nor moves them; in a process of its own, as jax warns."""
-    run_python(FORKS_BESIDE_THREADS, tmp_path / "a.npz", fresh=True, PYTHONWARNINGS="ignore")
+    run_python(FORKS_BESIDE_THREADS, tmp_path / "a.npz", PYTHONWARNINGS="ignore")
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
