@@ -96,8 +96,7 @@ def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_completion(line: str, completed: str) -> None:
     """Click's completion, as the guide shows it, completes commands and options, and leaves files to the shell."""
     words = {"_FLAX_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    program = "from flax_ckpt_compat.cli import main; main(prog_name='flax-ckpt')"
-    assert run_python(program, fresh=True, **words)[0].split() == [completed]
+    assert CliRunner().invoke(cli.main, prog_name="flax-ckpt", env=words).stdout.split() == [completed]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import flax_ckpt_compat
 from flax_ckpt_compat import config, save
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat.checkpoints import available_steps
 from flax_ckpt_compat.cli import _command_base, main
 from tests.support.peers import ocp
@@ -88,8 +89,9 @@ def test_everything_else_is_refused(run: Path) -> None:
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_an_older_version_does_not_come_back(is_replaced: bool, run: Path) -> None:
+def test_an_older_version_does_not_come_back(is_replaced: bool, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a writer set aside, which died before it removed it or put its own in the place, goes as well."""
+    monkeypatch.setattr(atomic, "_SWAP_SECONDS", 0.05)
     set_aside(run / "run/checkpoint_1")
     if is_replaced:
         shutil.copy(run / "run/checkpoint_3", run / "run/checkpoint_1")

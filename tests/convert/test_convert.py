@@ -294,6 +294,7 @@ def test_a_target_gives_the_containers(tmp_path: Path) -> None:
         flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "c", "orbax", target=other)
 
 
+@pytest.mark.slow
 def test_small_arrays_are_read_together_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is read alone, however many there are, and of all trees together a few MiB are in memory."""
     sizes = {"a": 140, "b": 120, "c": 120, "d": 120}  # numbers of 250 KiB

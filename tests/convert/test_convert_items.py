@@ -245,7 +245,13 @@ def below(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 @pytest.mark.parametrize(
-    "base", [{}, {"use_ocdbt": False}, {"use_zarr3": True}, "T5X", "T5X, gfile", "T5X, gcs"], ids=str
+    "base",
+    [
+        *({}, "T5X"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({"use_ocdbt": False}, {"use_zarr3": True})),
+        *(pytest.param(f"T5X, {driver}", marks=pytest.mark.slow) for driver in ("gfile", "gcs")),
+    ],
+    ids=str,
 )
 def test_what_lies_beside_a_tree_is_copied(tmp_path: Path, to: Any, base: Any) -> None:
     """Folders stay beside the tree's files: as the item of a step, real managers would ask for their handler."""

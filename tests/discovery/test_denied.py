@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flax_ckpt_compat import checkpoints, restore, save
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat.cli import main
 from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
 from tests.support.saves import refuse, set_aside, use_flag
@@ -23,6 +24,12 @@ _NOBODY = 65534
 def run(*arguments: object) -> Result:
     """Runs a command in this process."""
     return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set aside here is nobody's."""
+    monkeypatch.setattr(atomic, "_SWAP_SECONDS", 0.05)
 
 
 @pytest.fixture

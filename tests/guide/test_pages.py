@@ -44,6 +44,14 @@ def fences(page: Path, language: str) -> list[str]:
     return found
 
 
+# What the slow one converts, test_convert.py converts by default.
+PYTHON = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "leaving"))
+    for page in RUN_HERE
+    if fences(page, "python")
+]
+
+
 def test_ci_runs_the_test_command() -> None:
     """The README's first command is the demo's, its last the tests', and CI runs the latter word for word."""
     first, *_, last = (block.strip() for block in fences(ROOT / "README.md", "sh"))
@@ -52,7 +60,7 @@ def test_ci_runs_the_test_command() -> None:
     assert last in [line.strip() for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("page", [page for page in RUN_HERE if fences(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PYTHON)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The Python blocks of a page run, one after the other, in one fresh interpreter and an empty folder."""
     program = "\n".join(fences(page, "python"))

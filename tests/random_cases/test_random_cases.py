@@ -10,12 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.random_cases import plans
 from tests.random_cases.kinds import KINDS, Kind
 from tests.random_cases.proposals import case, followed, verdict
+from tests.support.profiles import examples
 
 
 @pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: kind.name)
 def test_a_few_cases(kind: Kind) -> None:
     """Of saves fewer, which take longer; those against Orbax have a test of their own."""
-    kind.run(9, 5 if kind.name.startswith("saves") else 30)
+    kind.run(9, examples(5 if kind.name.startswith("saves") else 30, 12))
 
 
 def placed(*shape: int) -> Any:

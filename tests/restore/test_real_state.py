@@ -30,6 +30,7 @@ def assert_same(restored: Any, saved: Any) -> None:
 # What takes longest is to compile the steps that make them.
 LIKE_OTHERS = (
     "nnx split",
+    "optax adamw clipped",
     "optax masked",
     "optax sgd without momentum",
     "optax accumulated",

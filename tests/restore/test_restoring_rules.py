@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 import types
 from pathlib import Path
@@ -38,6 +39,7 @@ def create(params: Any, tx: Any = None) -> Any:
     return train_state.TrainState.create(apply_fn=None, params=params, tx=tx or optax.adam(0.1))
 
 
+@functools.cache
 def trained() -> Any:
     """One after a step, so that its moments are not zero."""
     params = {**{name: {key: jnp.asarray(value) for key, value in layer.items()} for name, layer in LAYERS.items()}}

@@ -65,6 +65,7 @@ ADAM, MOMENTUM = optax.adam(RATE), optax.sgd(RATE, momentum=0.9)
 FIELDS = {"mu": "grad_ema", "nu": "grad_sq_ema", "trace": "momentum"}
 
 
+@functools.cache
 def trained(optimizer: Any, steps: int) -> tuple[Any, Any]:
     """Parameters and an optimizer's state after so many steps."""
     params, state = PARAMS, optimizer.init(PARAMS)

@@ -73,6 +73,7 @@ def test_tree_keeps_containers(saved: Path, flag: bool) -> None:
         assert view.tree["empty"] == {} and view.tree["params"]["kernel"].shape == (2, 3)
 
 
+@pytest.mark.slow  # by default, test_corpus.py opens what releases wrote
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_read_is_restore_without_a_target(sample: str, flag: bool, tmp_path: Path) -> None:
     """read() gives just what restore_checkpoint(…, None) gives, and reading leaf by leaf the same leaves."""
