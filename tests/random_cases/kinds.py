@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.orbax_backend import test_random_differential as orbax
-from tests.random_cases import plans, proposals, restores, saves
+from tests.random_cases import proposals, restores, saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _inner(test: Any) -> Callable[..., None]:
 
 KINDS = (
     Kind("restore-against-flax", restores.CASES, restores.check),
-    Kind("plan-against-restore", plans.CASES, plans.check),
+    Kind("plan-against-restore", restores.PLANS, restores.check_plan),
     Kind("saves-against-flax", saves.SEPARATE, saves.check_separate),
     Kind("saves-of-overlapping-prefixes", saves.OVERLAPPING, saves.check_overlapping),
     Kind("orbax-and-ours", st.tuples(orbax.TREES), _inner(orbax.test_real_orbax_and_we_read_each_other)),

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.random_cases import plans
 from tests.random_cases.kinds import KINDS, Kind
 from tests.random_cases.proposals import case, followed, verdict
+from tests.random_cases.restores import check_plan
 from tests.support.profiles import examples
 
 
@@ -49,7 +49,7 @@ FOUND: list[tuple[Any, Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("tree", "target", "options"), FOUND)
 def test_plans_that_said_something_else(tree: Any, target: Any, options: dict[str, Any], flag: bool) -> None:
     """Than the restore did: found by chance."""
-    plans.check((tree, target), options, flag)
+    check_plan((tree, target), options, flag)
 
 
 @pytest.mark.slow
