@@ -21,10 +21,9 @@ from flax.training import train_state
 from flax_ckpt_compat import checkpoints, config, convert, errors, plan_restore, restore, rules, save
 from flax_ckpt_compat.errors import MissingLeavesError, NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
-from tests.support.interpreters import devices
 from tests.support.peers import skip_without_typed_keys
 from tests.support.samples import assert_apart
-from tests.support.saves import run_python, save_items
+from tests.support.saves import save_items
 from tests.support.stored import count
 
 LAYERS = {f"layer_{n}": {"kernel": np.full((2, 3), n, np.float32), "bias": np.arange(3.0) + n} for n in range(4)}
@@ -280,66 +279,6 @@ def test_values_that_do_not_fit_are_told(flag: bool, tmp_path: Path) -> None:
     path = save(tmp_path / "x", {"n": np.array([1, 300])})
     with pytest.raises(TransformError, match="n has 1 values that int8 cannot hold, such as 300"):
         restore(path, None, transforms=[rules.cast("n", np.int8)])
-
-
-DEVICES = """
-    import sys, warnings, jax, jax.numpy as jnp, numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from flax_ckpt_compat import checkpoints, restore, rules, save, errors
-    from flax_ckpt_compat.transforms import RestoreTransform, Transform
-    warnings.simplefilter("error")
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    value = np.arange(64, dtype=np.float32).reshape(16, 4)
-    layers = {f"layer_{n}": {"w": jax.device_put(value + n, NamedSharding(mesh, P("x")))} for n in range(4)}
-    path = save(sys.argv[1], {**layers, "odd": np.ones(3, np.float32)}, format=sys.argv[2])
-
-    def leaf(shape, *spec, dtype=np.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    def check(target, given, expected, **settings):
-        restored = restore(path, target, transforms=given, **settings)
-        for wish, one, values in zip(*map(jax.tree.leaves, (target, restored, expected)), strict=True):
-            assert isinstance(one, jax.Array) and one.sharding.is_equivalent_to(wish.sharding, one.ndim), one.sharding
-            assert one.dtype == wish.dtype
-            np.testing.assert_array_equal(one, values)
-
-    check({"new": {"w": leaf((16, 4), "y", "x")}}, [rules.rename("layer_1", "new")], {"new": {"w": value + 1}})
-    stacked = np.stack([value + n for n in range(4)])
-    check({"all": {"w": leaf((4, 16, 4), "x", "y")}}, [rules.stack(r"layer_(.)", "all")], {"all": {"w": stacked}})
-    twice = [rules.stack(r"layer_(.)", "all"), rules.unstack("all", "l{}", axis=1)]
-    check({"l5": {"w": leaf((4, 4), "x", "y")}}, twice, {"l5": {"w": stacked[:, 5]}})
-    check({"a": leaf((16, 2), "x"), "b": leaf((16, 2), None, "y")},
-          [rules.move("layer_2/w", "w"), rules.split("w", ["a", "b"])],
-          {"a": value[:, :2] + 2, "b": value[:, 2:] + 2})
-    check({"h": {"w": leaf((16, 4), "x", dtype=jnp.bfloat16)}},
-          [rules.rename("layer_0", "h"), rules.cast("w", "bfloat16")], {"h": {"w": value.astype(jnp.bfloat16)}})
-    for function in (lambda x: x * 2, lambda x: np.asarray(x) * 2, lambda x: jnp.asarray(np.asarray(x)) * 2):
-        check({"new": leaf((16, 4), "x", "y")}, {"new": Transform("layer_1/w", value_fn=function)},
-              {"new": (value + 1) * 2})
-    check({"new": leaf((4,), "x")}, {"new": Transform("layer_0/w", value_fn=lambda x: x[0])}, {"new": value[0]})
-    for function in (lambda x: x[:8], lambda x: jnp.asarray(x)[:8], lambda x: np.asarray(x)[:8]):
-        check({"new": leaf((8, 4), "x", "y")}, {"new": Transform("layer_1/w", value_fn=function)},
-              {"new": (value + 1)[:8]})
-    several = RestoreTransform(multi_value_fn=lambda key, tree, args: tree["layer_0"]["w"] + tree["layer_3"]["w"],
-                               multi_value_fn_input_args={"layer_[03]/w": None})
-    check({"new": leaf((16, 4), "x", "y")}, {"new": several}, {"new": value * 2 + 3})
-    for given in ([rules.rename("odd", "new")], {"new": Transform("odd")},
-                  {"new": Transform("odd", value_fn=lambda x: np.asarray(x))},
-                  {"new": Transform("odd", value_fn=lambda x: jnp.asarray(np.asarray(x)))},
-                  [rules.rename("odd", "new"), rules.reshape("new", (3, 1))]):
-        try:
-            restore(path, {"new": leaf((16, 4), "x")}, transforms=given, shape_mismatch="ignore")
-        except errors.ShapeMismatchError as error:
-            assert "does not fit the target's" in str(error) and ("new" in str(error) or "odd" in str(error)), error
-        else:
-            raise AssertionError(given)
-    print("done")
-"""
-
-
-def test_shardings_of_the_target(format: str, tmp_path: Path) -> None:
-    """On eight devices, renamed and computed leaves get the target's sharding; what it cannot hold is a named error."""
-    assert run_python(DEVICES, tmp_path / "x", format, **devices(8))[0] == "done\n"
 
 
 @pytest.mark.parametrize("by_step", [False, True])

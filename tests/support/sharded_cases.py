@@ -22,10 +22,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints, config, rules
 from flax_ckpt_compat._core.array_boxes import normalize_index
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
+from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.disks import counted
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
@@ -450,6 +451,65 @@ def what_no_sharding_holds(folder: Path) -> None:
             is_array = isinstance(next(iter(target.values())), jax.Array)
             assert found is (None if is_array and path.endswith("msgpack") else ShapeMismatchError), (target, found)
             assert flax_ckpt_compat.plan_restore(path, target, **loose).raises == (found and found.__name__), target
+
+
+@case
+def renamed_and_computed_leaves(folder: Path) -> None:
+    """They get the target's sharding, of either format; what it cannot hold is a named error."""
+
+    def leaf(shape: tuple[int, ...], *spec: Any, dtype: Any = np.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(), P(*spec)))
+
+    def by(function: Callable[[Any], Any]) -> Any:
+        return {"new": Transform("layer_1/w", value_fn=function)}
+
+    value = values(shape=(16, 4))
+    layers = {f"layer_{n}": {"w": jax.device_put(value + n, NamedSharding(mesh(), P("x")))} for n in range(4)}
+    stacked, stack = np.stack([value + n for n in range(4)]), rules.stack(r"layer_(.)", "all")
+    several = RestoreTransform(
+        multi_value_fn=lambda key, tree, args: tree["layer_0"]["w"] + tree["layer_3"]["w"],
+        multi_value_fn_input_args={"layer_[03]/w": None},
+    )
+    whole, doubled = leaf((16, 4), "x", "y"), (value + 1) * 2
+    asked: list[tuple[Any, Any, Any]] = [
+        ({"new": {"w": leaf((16, 4), "y", "x")}}, [rules.rename("layer_1", "new")], value + 1),
+        ({"all": {"w": leaf((4, 16, 4), "x", "y")}}, [stack], stacked),
+        ({"l5": {"w": leaf((4, 4), "x", "y")}}, [stack, rules.unstack("all", "l{}", axis=1)], stacked[:, 5]),
+        (
+            {"a": leaf((16, 2), "x"), "b": leaf((16, 2), None, "y")},
+            [rules.move("layer_2/w", "w"), rules.split("w", ["a", "b"])],
+            [value[:, :2] + 2, value[:, 2:] + 2],
+        ),
+        (
+            {"h": {"w": leaf((16, 4), "x", dtype=jnp.bfloat16)}},
+            [rules.rename("layer_0", "h"), rules.cast("w", "bfloat16")],
+            value.astype(jnp.bfloat16),
+        ),
+        ({"new": whole}, by(lambda x: x * 2), doubled),
+        ({"new": whole}, by(lambda x: np.asarray(x) * 2), doubled),
+        ({"new": whole}, by(lambda x: jnp.asarray(np.asarray(x)) * 2), doubled),
+        ({"new": leaf((4,), "x")}, by(lambda x: x[0]), value[0] + 1),
+        ({"new": leaf((8, 4), "x", "y")}, by(lambda x: x[:8]), (value + 1)[:8]),
+        ({"new": leaf((8, 4), "x", "y")}, by(lambda x: jnp.asarray(x)[:8]), (value + 1)[:8]),
+        ({"new": leaf((8, 4), "x", "y")}, by(lambda x: np.asarray(x)[:8]), (value + 1)[:8]),
+        ({"new": whole}, {"new": several}, value * 2 + 3),
+    ]
+    unlike: list[Any] = [
+        [rules.rename("odd", "new")],
+        {"new": Transform("odd")},
+        {"new": Transform("odd", value_fn=lambda x: np.asarray(x))},
+        {"new": Transform("odd", value_fn=lambda x: jnp.asarray(np.asarray(x)))},
+        [rules.rename("odd", "new"), rules.reshape("new", (3, 1))],
+    ]
+    for path in both_formats(folder, {**layers, "odd": np.ones(3, np.float32)}):
+        for target, given, expected in asked:
+            restored = flax_ckpt_compat.restore(path, target, transforms=given)
+            for wish, got, want in zip(*map(jax.tree.leaves, (target, restored, expected)), strict=True):
+                assert got.sharding.is_equivalent_to(wish.sharding, got.ndim), (given, got.sharding)
+                assert got.dtype == wish.dtype and bits(got) == bits(want), given
+        for given in unlike:
+            with pytest.raises(ShapeMismatchError, match=r"(new|odd).* does not fit the target's"):
+                flax_ckpt_compat.restore(path, {"new": whole}, transforms=given, shape_mismatch="ignore")
 
 
 @case
