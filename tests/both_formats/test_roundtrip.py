@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import flax
-import jax
 import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from flax_ckpt_compat.errors import CheckpointError
 from tests.support.interop import EVERYBODY, OURS
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, ORBAX_HAS_TYPED_KEYS
 from tests.support.profiles import examples
-from tests.support.samples import FLAX_KNOWS, SAMPLES, Fields, Pair, canonical, fingerprint, train_state_sample
+from tests.support.samples import FLAX_KNOWS, SAMPLES, Fields, Pair, canonical, fingerprint
 from tests.support.saves import use_flag
 from tests.support.trees import keys, leaves
 
@@ -137,13 +135,3 @@ def test_names_that_collide_are_refused(tmp_path: Path) -> None:
     with use_flag(True), pytest.raises(ValueError, match=r"a\.b"):
         checkpoints.save_checkpoint(tmp_path, {"a.b": 1, "a": {"b": 2}}, 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_serialization_to_bytes_files_restore(tmp_path: Path) -> None:
-    """A file of flax.serialization.to_bytes restores by its path, whatever its name."""
-    tree = train_state_sample()
-    file = tmp_path / "model.msgpack"
-    file.write_bytes(serialization.to_bytes(tree))
-    assert fingerprint(checkpoints.restore_checkpoint(file, tree)) == fingerprint(tree)
-    raw = checkpoints.restore_checkpoint(file, None)
-    assert fingerprint(raw["params"]) == fingerprint(jax.device_get(serialization.to_state_dict(tree)["params"]))

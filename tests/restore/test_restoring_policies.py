@@ -106,21 +106,6 @@ def test_policies(policy: str, save: Save, flag: bool, tmp_path: Path, log: pyte
     assert config.current() == config.Settings()
 
 
-def test_missing_leaves(save: Save, flag: bool, tmp_path: Path) -> None:
-    """Every missing path is named with the nearest stored name, and the remedy with it; ``{}`` keeps the target's."""
-    _, stored, target, expected, _ = DIFFERENCES["missing_leaves"]
-    save(tmp_path, stored, 1)
-    with pytest.raises(ValueError, match="lacks 2 of the leaves") as caught:
-        checkpoints.restore_checkpoint(tmp_path, target)
-    message = str(caught.value)
-    assert "params/Dense_1/bias   (stored: params/Dense_0/bias)" in message
-    assert "orbax_transforms={}" in message and "missing_leaves='ignore'" in message
-    assert isinstance(caught.value, MissingLeavesError)
-    assert caught.value.missing == ("params/Dense_0/scale", "params/Dense_1/bias")
-    found = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
-    assert fingerprint(found) == fingerprint(expected)
-
-
 @pytest.mark.parametrize("target_tx", [optax.sgd(0.1, momentum=0.9), optax.chain(optax.clip(1.0), optax.adam(1e-3))])
 def test_another_optimizer_is_an_error(target_tx: Any, save: Save, flag: bool, tmp_path: Path) -> None:
     """An Adam checkpoint does not restore into another optimizer's state by keeping its zeros."""
