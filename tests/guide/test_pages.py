@@ -1,8 +1,18 @@
-"""README and the guide: their Python and terminal sessions run, their links lead somewhere, their tables are true."""
+"""README and the guide: their Python and terminal sessions run, their links lead somewhere, their tables are true.
+
+Examples in public docstrings run, too, as do the demo, and the program for preemption of the guide."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import inspect
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +27,18 @@ import pytest
 from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
 
+import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, errors, save
 from flax_ckpt_compat.cli import main
 from tests.readers_matrix import table
 from tests.support.interpreters import run_python
 from tests.support.peers import ocp_released_v1, ocp_v1, skip_without_typed_keys, version
 from tests.support.samples import fingerprint
-from tests.support.saves import use_flag
+from tests.support.saves import start_python, use_flag
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "migration_guide").glob("*.md"))]
+GUIDE = ROOT / "migration_guide"
+PAGES = [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
 # test_recipes runs the recipes, once.
 RUN_HERE = [page for page in PAGES if page.name != "recipes.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -210,7 +222,6 @@ def test_every_block_runs_or_says_why() -> None:
             assert is_tested or (match[1] or "").startswith(SKIPPED), f"{page.relative_to(ROOT)}: {match[3]}"
 
 
-GUIDE = Path(__file__).parents[2] / "migration_guide"
 NAMES = {"np": np, "jnp": jnp, "jax": jax, "ml_dtypes": ml_dtypes}
 READERS: dict[str, Callable[[str], Any]] = {
     "PyTreeCheckpointer": lambda path: ocp.PyTreeCheckpointer().restore(path),
@@ -283,3 +294,85 @@ def test_every_error_is_explained() -> None:
     sections = re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
     assert sorted(name for name, _ in sections) == sorted(set(errors.__all__) - {"CheckpointError"})
     assert all("\n**Do:** " in section for _, section in sections)
+
+
+MODULES = ("checkpoints", "config", "rules", "transforms")
+# What the reference says every example begins with.
+PUBLIC = {"np": np} | {name: getattr(flax_ckpt_compat, name) for name in flax_ckpt_compat.__all__}
+
+
+def documented() -> dict[str, Any]:
+    """Every public function and class, by its name in the package."""
+    named = {name: PUBLIC[name] for name in flax_ckpt_compat.__all__}
+    for module_name in MODULES:
+        module = importlib.import_module(f"flax_ckpt_compat.{module_name}")
+        named |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: one for name, one in named.items() if inspect.isfunction(one) or inspect.isclass(one)}
+
+
+EXAMPLES = {name: one for name, one in documented().items() if ">>> " in (one.__doc__ or "")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.usefixtures("flag")
+def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example prints what it shows, with either value of Flax's flag."""
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    runner = doctest.DocTestRunner(optionflags=flags)
+    text: list[str] = []
+    example = doctest.DocTestParser().get_doctest(EXAMPLES[name].__doc__, dict(PUBLIC), name, None, None)
+    runner.run(example, out=text.append)
+    assert not runner.failures, "".join(text)
+
+
+@pytest.mark.slow
+def test_the_demo_passes() -> None:
+    """It is killed, goes on where it stopped, and every value is what real Flax and real Orbax read."""
+    command = [sys.executable, str(GUIDE / "demo.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  begins at step 200\n" in done.stdout and done.stdout.count("bit-identical") == 6
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+from flax_ckpt_compat import checkpoints
+
+{function}
+
+print("reached", train(sys.argv[1], 1_000_000), flush=True)
+"""
+
+
+def program() -> str:
+    """The page's function, in a program of its own."""
+    (function,) = re.findall(
+        r"^(def train\(.*?^    return .*?\n)", (GUIDE / "how_to.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    return PROGRAM.format(function=function)
+
+
+@pytest.mark.slow
+def test_a_signal_of_the_scheduler(flag: bool, tmp_path: Path) -> None:
+    """The program ends by itself, with code 0, having saved the step that it reached; the next one goes on there."""
+    run, reached = tmp_path / "run", []
+    for _ in range(2):
+        before = checkpoints.latest_checkpoint(run)
+        process = start_python(program(), run, FLAX_USE_ORBAX_CHECKPOINTING=str(flag).lower())
+        try:
+            end = time.monotonic() + 60
+            while checkpoints.latest_checkpoint(run) == before and time.monotonic() < end:
+                time.sleep(0.05)  # until it trains, and has its handler
+            process.send_signal(signal.SIGTERM)
+            printed, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 0, told
+        reached.append(int(printed.split()[1]))
+        with use_flag(flag):
+            state = checkpoints.restore_checkpoint(run, {"w": np.zeros(4), "step": 0})
+        assert state["step"] == reached[-1] and (state["w"] == reached[-1]).all()
+    assert 0 < reached[0] < reached[1]
