@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -181,9 +180,7 @@ def begin(save: ProcessSave) -> None:
 def write_process_part(save: ProcessSave) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
     # Their end is waited for: none may continue into a folder that is about to be removed.
-    written = in_parallel(lambda array: _write_chunks(save, array), save.prepared.arrays.values(), _THREADS)
-    if save.upload is not None:
-        save.upload.check_active([_prefix(save) + name for name in itertools.chain.from_iterable(written)])
+    in_parallel(lambda array: _write_chunks(save, array), save.prepared.arrays.values(), _THREADS)
     if save.process.index == 0:
         write_tree(save.path, save.prepared.document(_prefix(save)), save.options)
 
@@ -213,15 +210,12 @@ def _prefix(save: ProcessSave) -> str:
     return gda_folder.generation_prefix(save.path) if save.upload is None else f"{save.upload.tag}/"
 
 
-def _write_chunks(save: ProcessSave, array: DistributedArray) -> list[str]:
+def _write_chunks(save: ProcessSave, array: DistributedArray) -> None:
     """Encode and write this process's chunks of an array, one after another, so that few are in memory at once."""
-    written = []
     for name, chunk in array.chunks():
         compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=save.options.checksums)
         _write_file(save, name, compressor.compress(chunk.reshape(-1).view(np.uint8).data))
         save.options.meter.add(chunk.nbytes, array.subpath)
-        written.append(name)
-    return written
 
 
 def _write_file(save: ProcessSave, name: str, data: bytes) -> None:

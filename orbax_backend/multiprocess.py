@@ -61,7 +61,7 @@ def write(save: ProcessSave) -> None:
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in Location(own).files_below()]
-        upload.upload_files(path, sent, options.meter)
+        upload.send(path, sent, options.meter)
 
 
 def finish(save: ProcessSave) -> None:

@@ -212,7 +212,7 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
     if request.async_manager:
         wait(request.async_manager)
     _wait_for_checkpointer(request.orbax_checkpointer, request.directory)
-    wait_for_async_saves(request.directory)
+    finish(saves_into(request.directory))
 
 
 def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: Any = None) -> None:
@@ -225,7 +225,7 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
     is_running = not all(save.task.done for save in saves)
     # A restore without a checkpoint would return its target, and the program train from initial values.
     if is_running and isinstance(locating.find(checkpoint_dir, None), locating.Absence):
-        _finish(saves)
+        finish(saves)
     _raise_failures(saves)
 
 
@@ -236,12 +236,8 @@ def wait_for_multiprocess_saves(directory: Location) -> None:
             save.task.wait(save.lookup_timeout)
 
 
-def wait_for_async_saves(directory: Location) -> None:
-    """Wait for every background save into a directory; raise the failure of the first one that failed."""
-    _finish(saves_into(directory))
-
-
-def _finish(saves: list[BackgroundSave]) -> None:
+def finish(saves: list[BackgroundSave]) -> None:
+    """Wait for background saves; raise the failure of the first one that failed."""
     for save in saves:
         save.wait()
     _raise_failures(saves)
@@ -251,7 +247,7 @@ def _wait_for_checkpointer(checkpointer: Any, directory: Location) -> None:
     """Finish the saves of this checkpointer, and of any other into this directory; raise a failure."""
     here = saves_into(directory)
     commits = [save for save in list(_saves) if save.checkpointer is not None]
-    _finish([save for save in commits if save.checkpointer is checkpointer or save in here])
+    finish([save for save in commits if save.checkpointer is checkpointer or save in here])
     if hasattr(checkpointer, "wait_until_finished"):
         checkpointer.wait_until_finished()
 

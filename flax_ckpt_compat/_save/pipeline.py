@@ -74,11 +74,7 @@ def _write(
     request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Listing | None = None
 ) -> None:
     """Write to a temporary, publish it, and retain; ``listing`` is a new one of the directory, or None."""
-    location, meter = request.location, request.options.meter
-
-    def nbytes() -> int:
-        return nbytes_of(leaf for _, leaf in iter_leaves(tree))
-
+    location, meter, nbytes = request.location, request.options.meter, functools.partial(_own_nbytes, tree)
     if request.async_manager:
         watch.lap("queue")
     if backend.write_event:
@@ -194,6 +190,8 @@ class _OwnSave:
                 raise failed
             with self._writing():
                 self.backend.write_process_part(part)
+                if part.upload is not None:
+                    part.upload.check_active()
 
         with meter.reporting():
             if meter.is_on:
@@ -221,7 +219,7 @@ class _OwnSave:
 
     def _clean_up(self) -> None:
         """Remove what is left of the temporary, and in process 0 of an upload that it has not begun to publish."""
-        # Another process removes what all write to once process 0 has given up: it may have made that anew.
+        # Another process removes what all write to once process 0 has given up, which may have met it writing there.
         coordinator, upload = self.coordinator, self.part.upload
         if coordinator.is_primary or coordinator.is_aborted or upload is not None:
             atomic.remove_temporary(self.part.path)
@@ -229,7 +227,7 @@ class _OwnSave:
             upload.abort()
 
 
-def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:
+def _own_nbytes(tree: Node, writers: Mapping[Path, int] = {}, process: int = 0) -> int:
     """Return the bytes of arrays that a process writes: its shards of those that are spread, and others of its own."""
     found = 0
     for path, array in _arrays(tree):

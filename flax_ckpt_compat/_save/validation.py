@@ -23,9 +23,8 @@ from flax_ckpt_compat.errors import InvalidCheckpointError
 
 # Names of files and folders in checkpoints of Orbax's releases, other than those of items and of single arrays.
 _ORBAX_NAMES = {
-    layout.STEP_METADATA, layout.TREE_METADATA, layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS,
-    layout.MSGPACK_FILE, layout.COMMIT_FILE, layout.DATA_DIRECTORY, layout.DESCRIPTOR, layout.JAX_KEY,
-    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, layout.CHECKSUMS, *layout.JSON_FILES
+    *layout.TREE_FILES, *layout.STEP_FILES, *layout.JSON_FILES, layout.ARRAY_METADATAS, layout.DATA_DIRECTORY,
+    layout.JAX_KEY, layout.NUMPY_KEY
 }  # fmt: skip
 _SHOWN = 4  # checkpoints that an error names
 _ATTEMPTS = 100  # to check a checkpoint that other writers keep replacing

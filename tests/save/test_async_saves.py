@@ -254,7 +254,7 @@ def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeyp
     managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
     for step in range(12):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=managers[step % len(managers)])
-    async_saves.wait_for_async_saves(location_of(tmp_path))
+    async_saves.finish(async_saves.saves_into(location_of(tmp_path)))
     assert order == [f"checkpoint_{step}" for step in range(12)]
     assert names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
 
@@ -302,7 +302,7 @@ def test_look_ups_wait_for_their_time(tmp_path: Path, gate: Gate) -> None:
         async_saves.wait_for_multiprocess_saves(location_of(tmp_path))
         assert 0.2 <= time.monotonic() - start < 5
         release()
-    async_saves.wait_for_async_saves(location_of(tmp_path))
+    async_saves.finish(async_saves.saves_into(location_of(tmp_path)))
     assert calls == [1] and not async_saves.saves_into(location_of(tmp_path))
 
 

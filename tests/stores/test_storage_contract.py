@@ -331,7 +331,7 @@ class TestCommits:
         upload = uploads.Upload(begun.url, begun.folder, begun.marker) if joined else begun
         part = f"d{upload.tag}/x"
         write(str(tmp_path / "here"), {part: b"1", f"d{upload.tag}/last": b"2"})
-        upload.upload_files(str(tmp_path / "here"), [part, f"d{upload.tag}/last"])
+        upload.send(str(tmp_path / "here"), [part, f"d{upload.tag}/last"])
         upload.write(f"d{upload.tag}/y", b"3")
         assert sorted(upload.written()) == sorted(f"d{upload.tag}/{name}" for name in ("last", "x", "y"))
         assert target.holds_nothing()
@@ -339,7 +339,7 @@ class TestCommits:
             upload.abort()
             assert place.contents() == {}
             with pytest.raises(ConcurrentWriteError):
-                upload.check_active([])
+                upload.check_active()
             return
         staged = target.temporary_path()
         write(staged, {"_METADATA": b"{}"})

@@ -48,7 +48,6 @@ class Asked:
         sent: bytes of the answer's body.
         fault: what was done to it, or "".
         received: bytes of the request's body.
-        began, ended: when it arrived and when it was answered, in seconds.
     """
 
     method: str
@@ -57,8 +56,6 @@ class Asked:
     sent: int
     fault: str
     received: int = 0
-    began: float = 0
-    ended: float = 0
 
     @property
     def is_listing(self) -> bool:
@@ -148,10 +145,8 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
 
         fault: Fault = ""
         received = 0
-        began = 0.0
 
         def handle_any(self) -> None:
-            self.began = time.monotonic()
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             self.received = len(body)
             self.fault = proxy.rule(self.command, self.path)
@@ -199,9 +194,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
 
         def _note(self, status: int, sent: int) -> None:
             """Before the client knows of the answer, which may look at the log next."""
-            ended = time.monotonic()
-            asked = Asked(self.command, self.path, status, sent, self.fault, self.received, self.began, ended)
-            proxy.log.append(asked)
+            proxy.log.append(Asked(self.command, self.path, status, sent, self.fault, self.received))
 
         def _hang_up(self) -> None:
             self.close_connection = True

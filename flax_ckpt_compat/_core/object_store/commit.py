@@ -301,21 +301,18 @@ class Upload:
         """Write one file below the folder."""
         self._client.put(f"{self.folder}/{name}", data)
 
-    def upload_files(self, directory: str, names: Collection[str], meter: Meter = OFF) -> None:
-        """Upload this process's files under the same names; raise ConcurrentWriteError if process 0 has given up."""
-        self._send(directory, names, meter)
-        self.check_active(names)
+    def send(self, directory: str, names: Collection[str], meter: Meter = OFF) -> None:
+        """Upload local files under the same names."""
 
-    def _send(self, directory: str, names: Collection[str], meter: Meter) -> None:
         def put(name: str) -> None:
             self._client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
 
         in_parallel(put, names, _AT_ONCE)
 
-    def check_active(self, written: Collection[str]) -> None:
-        """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
+    def check_active(self) -> None:
+        """Raise ConcurrentWriteError, after removing what was sent too late, if process 0 has aborted the save."""
         if self._client.find(f"{self.folder}/{self.marker}") is None:
-            delete(self.folder, written)
+            self.abort()
             message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
             raise ConcurrentWriteError(message, path=self.url)
 
@@ -328,6 +325,7 @@ class Upload:
         """Remove what a save that has not been published has written; ignore refusals."""
         with suppress(StorageError):
             delete(self.folder, [*self.written(), self.marker])
+            delete(self.folder, self.written())  # of a process that found the marker just before
 
     # The commit.
 
@@ -345,7 +343,7 @@ class Upload:
         try:
             # Looked for once the marker is there: one of two new saves sees the other.
             found = object_at(self.url, new=new)
-            self._send(staged, data, meter)
+            self.send(staged, data, meter)
             there = self._commit(staged, fixed, parts, new, meter)
         except BaseException:
             begun, self.marker = self.marker, new_marker(time_of(self.marker) - 1)
