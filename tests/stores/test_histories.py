@@ -319,6 +319,23 @@ def test_a_step_that_is_being_removed(is_saved: bool, monkeypatch: pytest.Monkey
     assert restored() == (2 if is_saved else None)
 
 
+def test_what_is_sent_while_a_save_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes, too: its process found the mark of the save just before that went."""
+    store = Memory(needs_commit_file=True, by_content=False)
+    monkeypatch.setitem(commit.CLIENTS, "gs", store)
+    upload = commit.Upload(URL)
+    upload.begin()
+
+    def delete(url: str, version: str | None = None) -> bool:
+        if url.endswith(upload.marker):
+            store.objects[f"{URL}/{PROCESS_PREFIX}1{upload.tag}/d/late"] = b"", "late"
+        return Memory.delete(store, url, version)
+
+    monkeypatch.setattr(store, "delete", delete)
+    upload.abort()
+    assert not store.objects
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_same_tree_again(order: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,9 +274,6 @@ class Upload:
         if not self._client.shares_names:
             self._client.delete(self.folder)
         self.marker = new_marker(max(int(time.time()), time_of(last_marker(found)) + 1))
-        self._put_marker(data)
-
-    def _put_marker(self, data: Collection[str]) -> None:
         self.write(self.marker, "\n".join(data).encode())
 
     def _put_commit_file(self, version: str) -> None:
@@ -348,7 +345,7 @@ class Upload:
         except BaseException:
             begun, self.marker = self.marker, new_marker(time_of(self.marker) - 1)
             with suppress(StorageError):  # of another name, which removers have not listed; the first may be gone
-                self._put_marker(data)
+                self.write(self.marker, "\n".join(data).encode())
             if not self._has_begun:  # else others may count on what is there
                 with suppress(StorageError):
                     delete(self.folder, [*parts, begun, self.marker])
