@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from flax import core
 
 from flax_ckpt_compat import config as _settings  # ``checkpoints.config`` is Flax's, as in its own module
-from flax_ckpt_compat._core import arguments, orbax_layout, steps
+from flax_ckpt_compat._core import arguments, numbered_names, orbax_layout
 from flax_ckpt_compat._core.location import as_text, normal
-from flax_ckpt_compat._core.steps import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
+from flax_ckpt_compat._core.numbered_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.plan import RestoreOptions
@@ -36,8 +36,8 @@ __all__ = [
 __dir__ = __all__.copy  # for completion
 
 SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
-MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX
-MP_ARRAY_PH = steps.ARRAYS_PLACEHOLDER
+MP_ARRAY_POSTFIX = numbered_names.ARRAYS_POSTFIX
+MP_ARRAY_PH = numbered_names.ARRAYS_PLACEHOLDER
 COMMIT_SUCCESS_FILE = orbax_layout.COMMIT_FILE
 ORBAX_CKPT_FILENAME = orbax_layout.MSGPACK_FILE
 ORBAX_MANIFEST_OCDBT = orbax_layout.MANIFEST
@@ -255,7 +255,7 @@ def convert_pre_linen(params: PyTree) -> PyTree:
     """
     if not isinstance(params, (dict, core.FrozenDict)):
         return params
-    renamed = {new: convert_pre_linen(params[old]) for old, new in steps.linen_names(params.keys()).items()}
+    renamed = {new: convert_pre_linen(params[old]) for old, new in numbered_names.linen_names(params.keys()).items()}
     return core.freeze(renamed) if isinstance(params, core.FrozenDict) else renamed
 
 

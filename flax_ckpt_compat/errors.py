@@ -51,8 +51,7 @@ class _FlaxTooError(CheckpointError):
     def __init__(self, message: str, *, path: str, leaf: str | None = None):
         # Not by Flax's classes, which add a link to its documentation to reasons of their own.
         Exception.__init__(self, sanitize(message, path, leaf))
-        self.path = path
-        self.leaf = leaf
+        self.path, self.leaf = path, leaf
 
     def __reduce__(self) -> Any:
         # Flax's own __reduce__ unpickles to a bare FlaxError.
@@ -73,3 +72,21 @@ class MPARestoreTargetRequiredError(_FlaxTooError, _flax.MPARestoreTargetRequire
 
 class MPARestoreDataCorruptedError(_FlaxTooError, _flax.MPARestoreDataCorruptedError, ValueError):
     """The ``_gda`` folder beside the checkpoint was never finished."""
+
+
+class MultiprocessSaveError(CheckpointError, RuntimeError):
+    """Another process of a multi-process save failed or made a different call; nothing was saved."""
+
+
+class MultiprocessRestoreError(CheckpointError, RuntimeError):
+    """Processes of a job found different checkpoints."""
+
+
+class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
+    """Processes did not reach a barrier within the time limit.
+
+    Attributes:
+        absent: their process indices.
+    """
+
+    absent: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
-from flax_ckpt_compat._core import dtypes, steps
+from flax_ckpt_compat._core import dtypes, numbered_names
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path
 
@@ -36,7 +36,7 @@ KEY_IMPL = "__flax_ckpt_compat_prng_key__"
 KEY_KEYS = frozenset((KEY_IMPL, "data"))
 
 # Prefix of a string that refers to an array in the folder beside the file.
-PLACEHOLDER = steps.ARRAYS_PLACEHOLDER
+PLACEHOLDER = numbered_names.ARRAYS_PLACEHOLDER
 
 # Levels. msgpack's own packer stops near this depth, so no real file is deeper; a deeper one is hostile and would
 # exhaust the Python stack when the tree is walked.

@@ -14,10 +14,11 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable, zarr_name
 from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
 from flax_ckpt_compat._core.memory import view_as
-from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
+from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredArray, is_jax_array, show_path
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
+from .stored_names import SCALAR, STRING
 from .type_annotations import LeafType
 from .zarr import MAX_RANK
 

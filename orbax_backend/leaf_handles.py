@@ -19,6 +19,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.memory import MAX_PACKED_RANK, view_as
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node
 
+from . import stored_names
 from .files import corrupt_leaf
 from .open_index import Index
 from .read_plan import BoxLayout
@@ -26,10 +27,10 @@ from .tree_structure import UNKNOWN, LeafEntry, Structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, UnsupportedArrayError, parse_array_metadata
 
-_EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
+_EMPTY = {stored_names.NONE: None, **stored_names.EMPTY_CONTAINERS}
 # Leaves of other types may be stored in any way, even if there are arrays of their names.
-_ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, layout.SCALAR, UNKNOWN])
-_STORED_TYPES = _ARRAY_TYPES | {layout.STRING}
+_ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, stored_names.SCALAR, UNKNOWN])
+_STORED_TYPES = _ARRAY_TYPES | {stored_names.STRING}
 _UNANNOTATED = LeafType()
 _IMPLEMENTATIONS = {2: "threefry2x32", 4: "rbg"}  # of PRNG keys, by the width of their data
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
@@ -79,10 +80,10 @@ class LeafDescriptions:
         if skipped:
             what = f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
             raise corrupt_leaf(self._path, path, what)
-        if value_type == layout.STRING or (value_type == UNKNOWN and self._structure.strings is not None):
+        if value_type == stored_names.STRING or (value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
             return self._handle(entry, (LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass"))), text)
-        key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
+        key = stored_names.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
         raise corrupt_leaf(self._path, entry.path, f"its metadata {key!r} is missing")
 
     def _handle(
@@ -94,7 +95,7 @@ class LeafDescriptions:
         """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
         structure, name, value_type = self._structure, entry.name, entry.value_type
         for zarr3 in (structure.zarr3, not structure.zarr3):
-            text = self._index.get(layout.key_prefix(name) + layout.ARRAY_METADATA_FILES[zarr3])
+            text = self._index.get(stored_names.key_prefix(name) + layout.ARRAY_METADATA_FILES[zarr3])
             if text is not None:
                 break
         else:
@@ -117,7 +118,7 @@ class LeafDescriptions:
             info = parse_array_metadata(text, zarr3)
             return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
         except ValueError as error:
-            key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[zarr3]
+            key = stored_names.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[zarr3]
             raise corrupt_leaf(self._path, entry.path, f"{key!r}: {error}") from error
 
     def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
@@ -237,7 +238,7 @@ def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None,
             raise ValueError(f"the type annotation says text or bytes, but {found} is stored")
         return StoredLeaf(info, annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, annotation.dtype)
     shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
-    is_scalar = value_type == layout.SCALAR and info.shape == ()
+    is_scalar = value_type == stored_names.SCALAR and info.shape == ()
     kind = annotation.kind or (_scalar_kind(info.dtype) if is_scalar else LeafKind.ARRAY)
     if annotation.kind is LeafKind.PRNG_KEY:
         raise ValueError("the type annotation of a PRNG key names no implementation")
@@ -264,12 +265,12 @@ def _kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[Lea
     Orbax stores Python numbers and numpy scalars alike as 0-d arrays, and until 0.4.2 0-d arrays in the same way.
     Python's numbers are stored with 64 bits, bools with one byte (0.1.8 to 0.12.8, measured).
     """
-    if value_type not in (layout.SCALAR, layout.NP_ARRAY, UNKNOWN) or info.shape != ():
+    if value_type not in (stored_names.SCALAR, layout.NP_ARRAY, UNKNOWN) or info.shape != ():
         return LeafKind.ARRAY, frozenset()
     python = _scalar_kind(info.dtype)
     as_python = info.dtype.kind == "b" or (info.dtype.kind in "iuf" and info.dtype.itemsize == 8)
     scalars = frozenset([python, LeafKind.NUMPY_SCALAR])
-    if value_type == layout.SCALAR:
+    if value_type == stored_names.SCALAR:
         kind = python if as_python else LeafKind.NUMPY_SCALAR
         return kind, scalars - {kind}
     if value_type == layout.NP_ARRAY or not as_python:

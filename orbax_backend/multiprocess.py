@@ -12,14 +12,14 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, 
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.commit import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from . import writer
+from . import stored_names, writer
 from .encode_leaves import EncodedLeaf
 from .files import AT_ONCE, write_files
 from .ocdbt import Entries, read_entries
@@ -67,7 +67,7 @@ def write(save: ProcessSave) -> None:
 def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     path, plan, options, upload = save.path, save.prepared, save.options, save.upload
-    location = (Location(path) if upload is None else of_text(upload.url)).listed()
+    location = (Location(path) if upload is None else location_of(upload.url)).listed()
     if plan.arrays:
         names = [_name_of(index, upload) for index in range(save.process.count)]
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
@@ -92,7 +92,7 @@ def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entr
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
     keys_of = functools.cache(lambda *described: list(form_of(*described, encoding).info.keys()))
     for entry, stored in plan.arrays:
-        prefix = layout.key_prefix(entry.name)
+        prefix = stored_names.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):
             if (prefix + key).encode() not in entries:
                 leaf = show_path(entry.path)

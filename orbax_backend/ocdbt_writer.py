@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import new_file
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
-from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, MANIFEST, key_prefix
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.thread_pools import Pool, Task
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
@@ -33,6 +33,7 @@ from .encode_leaves import EncodedLeaf
 from .files import ByteRange
 from .ocdbt import Entry
 from .ocdbt_encode import INLINE_BYTES, encode_index
+from .stored_names import key_prefix
 from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 _THREADS = min(8, os.cpu_count() or 1)

@@ -9,6 +9,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
+from . import stored_names
 from .files import ByteRange, CheckpointFiles, corrupt, list_names
 from .ocdbt import Entries, read_entries
 
@@ -103,7 +104,7 @@ def process_databases(location: Location) -> list[str]:
 
 
 def _has_array(index: Index, name: str) -> bool:
-    return any(index.find(layout.key_prefix(name) + file) is not None for file in layout.ARRAY_METADATA_FILES)
+    return any(index.find(stored_names.key_prefix(name) + file) is not None for file in layout.ARRAY_METADATA_FILES)
 
 
 def _nested_entries(location: Location, names: Iterable[str]) -> Entries:

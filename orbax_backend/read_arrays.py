@@ -17,7 +17,6 @@ from flax_ckpt_compat._core.errors import CheckpointError, translated
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import show_path
 
@@ -26,6 +25,7 @@ from .files import ByteRange
 from .open_index import Index
 from .read_plan import ArrayRead, Piece, plan_pieces, runs
 from .recorded_checksums import Checksums, Expected, check_blocks
+from .stored_names import key_prefix
 
 _log = logging.getLogger("flax_ckpt_compat")
 _BYTE = np.dtype(np.uint8)

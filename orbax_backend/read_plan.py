@@ -15,11 +15,11 @@ from flax_ckpt_compat._core import array_boxes, errors, memory
 from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
-from flax_ckpt_compat._core.orbax_layout import key_prefix
 
 from .chunk_codecs import ChunkChecksumError, UndecodableChunkError, UnsupportedCodecError
 from .files import ByteRange, corrupt_leaf
 from .open_index import StoredValue
+from .stored_names import key_prefix
 from .zarr import ArrayInfo
 
 _Array = np.ndarray[Any, Any]

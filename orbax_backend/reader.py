@@ -14,6 +14,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, St
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
+from . import stored_names
 from .chunk_codecs import RAW, UndecodableChunkError
 from .files import corrupt_leaf, list_names, read_json
 from .leaf_handles import LeafDescriptions, StoredLeaf
@@ -24,11 +25,11 @@ from .recorded_checksums import Checksums
 from .tree_structure import OpenMsgpack, Structure, build_tree, implementations_in
 from .zarr import UnsupportedArrayError
 
-_FILES = {*layout.TREE_FILES, *layout.STEP_FILES, layout.JAX_KEY_METADATA}
+_FILES = {*layout.TREE_FILES, *layout.STEP_FILES, stored_names.JAX_KEY_METADATA}
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
 _NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
 _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
-_ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
+_ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{stored_names.ARRAY_METADATA_PREFIX}\d+")
 _OF_HANDLER = "restore it with the orbax_checkpointer, or newer Orbax, that saved it, or leave it out of the target"
 
 
@@ -49,7 +50,7 @@ class OrbaxReader(Reader):
         with contextlib.ExitStack() as on_failure:
             structure = self._structure = Structure(location, open_msgpack, check, on_failure)
             entries = structure.entries
-            names = [entry.name for entry in entries if not entry.skipped and entry.value_type != layout.STRING]
+            names = [entry.name for entry in entries if not entry.skipped and entry.value_type != stored_names.STRING]
             self._index = open_index(location, names, structure.use_ocdbt) if names else Index(location, {})
             self._arrays = ArrayReader(self.location, self._index, structure.fills_missing, recorded)
             try:
@@ -83,7 +84,7 @@ class OrbaxReader(Reader):
                 if not leaf.has_small_chunks or not parts.known:
                     arrays.append((number, ArrayRead(handle, parts)))
                     continue
-                prefix = layout.key_prefix(handle.name)
+                prefix = stored_names.key_prefix(handle.name)
                 inline.append((number, leaf, parts))
                 keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
@@ -202,7 +203,7 @@ def _inline(leaf: StoredLeaf, value: Any) -> Any:
 
 def _strange_files(location: Location, names: Iterable[str]) -> Iterator[str]:
     """Yield the files that are not part of the format, nor below the name of an array."""
-    prefixes = set(map(layout.key_prefix, names))
+    prefixes = set(map(stored_names.key_prefix, names))
     for file in sorted(location.files_below()):
         ends = [0, *(match.end() for match in re.finditer("/", file))]
         is_known = file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file)
@@ -212,7 +213,7 @@ def _strange_files(location: Location, names: Iterable[str]) -> Iterator[str]:
 
 def _orphans(structure: Structure, index: Index) -> Iterator[str]:
     """Yield the arrays of the database that no leaf refers to."""
-    known = {layout.key_prefix(entry.name).encode() for entry in structure.entries}
+    known = {stored_names.key_prefix(entry.name).encode() for entry in structure.entries}
     for key in index.entries:
         for name in layout.ARRAY_METADATA_FILES:
             if key.endswith(name.encode()) and key[: -len(name)] not in known:

@@ -7,13 +7,14 @@ import time
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, JAX_ARRAY, NONE, STRING, leaf_name
+from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, leaf_name
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
+from . import stored_names
 from .encode_leaves import EncodedLeaf, Encoder, encode_text_as_bytes
 from .recorded_checksums import Record
+from .stored_names import EMPTY_CONTAINERS, NONE, STRING
 from .type_annotations import TypeAnnotations
 
 # Orbax's names of empty nodes; real Orbax stores empty containers of other types as None.
@@ -70,7 +71,7 @@ class _Planner:
         self._plan.annotations.add_branch(path, node)
         if not node.children:
             self._add_entry(node, path, kinds)
-        below = (*kinds, layout.SEQUENCE_KEY if node.container.is_sequence else layout.DICT_KEY)
+        below = (*kinds, stored_names.SEQUENCE_KEY if node.container.is_sequence else stored_names.DICT_KEY)
         for name in _stored_order(node):
             self.add(node.children[name], (*path, name), below)
 
@@ -82,7 +83,7 @@ class _Planner:
             marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else NONE
             plan.entries.append(Entry(path, kinds, name, marker))
             return
-        other = self._paths.setdefault(layout.key_prefix(name), path)
+        other = self._paths.setdefault(stored_names.key_prefix(name), path)
         if other is not path:
             raise NameCollisionError(
                 f"the leaves {show_path(other)!r} ({other!r}) and {show_path(path)!r} ({path!r}) would both be stored "
@@ -127,7 +128,7 @@ def _stored_order(branch: Branch) -> list[str]:
 
 def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
     """Put a text where real Orbax looks it up; return False if another text is in the way, or it has no place."""
-    tokens = layout.pointer_tokens(name)
+    tokens = stored_names.pointer_tokens(name)
     if tokens is None:
         return False
     parent: Any = strings

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
+from . import stored_names
 from .files import Check, CheckpointFiles, corrupt, corrupt_leaf, list_names, read_json
 from .open_index import holds_array, process_databases
 from .save_plan import EMPTY_MARKERS
@@ -29,7 +30,7 @@ from .type_annotations import parse_annotations, parse_rich_types
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
-_KINDS = frozenset([layout.SEQUENCE_KEY, layout.DICT_KEY])
+_KINDS = frozenset([stored_names.SEQUENCE_KEY, stored_names.DICT_KEY])
 _key_of, _kind_of = operator.itemgetter("key"), operator.itemgetter("key_type")
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
@@ -88,7 +89,7 @@ class Structure:
         # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there
         # are annotations.
         self.key_impls = {} if annotations is not None else _read_key_impls(location, self.entries)
-        alone = [entry[:2] for entry in self.entries[:2]] == [((layout.SINGLE_ARRAY,), (layout.DICT_KEY,))]
+        alone = [entry[:2] for entry in self.entries[:2]] == [((layout.SINGLE_ARRAY,), (stored_names.DICT_KEY,))]
         has_array = alone and self.msgpack is None
         # Whether it is an item of one array, without a tree, and whether that is the data of a typed PRNG key.
         self.is_single_array = has_array and (metadata is None or is_single_array(location, metadata, self.use_ocdbt))
@@ -102,7 +103,7 @@ class Structure:
     def text(self, entry: LeafEntry) -> str:
         """Return the text of a string leaf; raise if it is missing."""
         value: Any = self.strings
-        for token in layout.pointer_tokens(entry.name) or ():
+        for token in stored_names.pointer_tokens(entry.name) or ():
             value = value.get(token) if isinstance(value, dict) else None
         if isinstance(value, str):
             return value
@@ -156,14 +157,14 @@ def _aggregated(node: Node, path: Path = (), kinds: Kinds = ()) -> Iterator[tupl
     if (folder := _folder_of_spec(node)) is not None:
         name = folder
     elif isinstance(node, Branch) and node.children:
-        below = (*kinds, layout.SEQUENCE_KEY if node.container.is_sequence else layout.DICT_KEY)
+        below = (*kinds, stored_names.SEQUENCE_KEY if node.container.is_sequence else stored_names.DICT_KEY)
         for key, child in node.children.items():
             yield from _aggregated(child, (*path, key), below)
         return
     elif isinstance(node, Branch):
         value_type = EMPTY_MARKERS[node.container]
     elif node is None:
-        value_type = layout.NONE
+        value_type = stored_names.NONE
     elif not (node.kind is LeafKind.STR and str(node.read()).startswith(_PLACEHOLDERS)):
         value = node
     yield LeafEntry(path, kinds, name, value_type, value is not None or value_type != UNKNOWN, None), value
@@ -193,7 +194,9 @@ def _array_item(location: Location, use_ocdbt: bool) -> LeafEntry:
         folder = location / layout.SINGLE_ARRAY  # of array items without OCDBT
         in_folder = any((folder / name).isfile() for name in layout.ARRAY_METADATA_FILES)
         if in_folder or (use_ocdbt and holds_array(location)):
-            return LeafEntry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), layout.SINGLE_ARRAY, UNKNOWN, False, None)
+            return LeafEntry(
+                (layout.SINGLE_ARRAY,), (stored_names.DICT_KEY,), layout.SINGLE_ARRAY, UNKNOWN, False, None
+            )
     raise _missing_structure(location)
 
 
@@ -237,7 +240,7 @@ def _read_strings(location: Location, entries: list[LeafEntry], check: Check | N
     if strings is not None:
         return strings
     for entry in entries:
-        if entry.value_type in (layout.STRING, UNKNOWN) and not entry.skipped and stays_inside(entry.name):
+        if entry.value_type in (stored_names.STRING, UNKNOWN) and not entry.skipped and stays_inside(entry.name):
             strings = read_json(location / entry.name, layout.STRINGS)
             if strings is not None:
                 return strings
@@ -264,9 +267,9 @@ def is_typed_key(location: Location) -> bool:
     """Return whether the array of a directory is the data of a typed PRNG key; raise if its metadata is damaged."""
     if location.name != layout.JAX_KEY:
         return False
-    typed = (read_json(location.parent, layout.JAX_KEY_METADATA) or {}).get("typed")
+    typed = (read_json(location.parent, stored_names.JAX_KEY_METADATA) or {}).get("typed")
     if not isinstance(typed, bool):
-        file = location.parent / layout.JAX_KEY_METADATA
+        file = location.parent / stored_names.JAX_KEY_METADATA
         raise corrupt(file, "it is missing, or does not say whether the PRNG key is typed")
     return typed
 
@@ -311,7 +314,7 @@ def _put(branches: dict[Path, tuple[Branch, Kinds]], file: Location, path: Path,
         raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
     parent, name = path[:-1], path[-1]
     if parent not in branches:
-        branch = Branch({}, Container.LIST if kinds[-1] == layout.SEQUENCE_KEY else Container.DICT)
+        branch = Branch({}, Container.LIST if kinds[-1] == stored_names.SEQUENCE_KEY else Container.DICT)
         branches[parent] = branch, kinds
         if parent:
             _put(branches, file, parent, kinds[:-1], branch)

@@ -31,6 +31,7 @@ from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array, start_transfer
 
+from . import stored_names
 from .encode_leaves import EncodedLeaf
 from .files import write_files
 from .ocdbt_writer import Database
@@ -74,7 +75,7 @@ def write_metadata(
     encoding, files = encoding_of(options), dict[str, Any]()
     with pause_gc():
         if lists_arrays and plan.jax_arrays:
-            name = f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"
+            name = f"{layout.ARRAY_METADATAS}/{stored_names.ARRAY_METADATA_PREFIX}{process}"
             files[name] = _array_metadatas(plan, encoding.chunk_bytes)
         if process == 0:
             files[layout.TREE_METADATA] = _tree_metadata(plan, zarr3=encoding.checksums)

@@ -22,11 +22,12 @@ from flax_ckpt_compat._convert.plan_output import Output, output_of
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError, StorageError
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
-from flax_ckpt_compat._core.location import Location, location_of, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.text_formatting import MAX_SHOWN
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import named_values
+from flax_ckpt_compat._restore.plan import check_function
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -93,7 +94,7 @@ def convert(
         >>> [result.status for result in convert("runs", "runs_orbax", "orbax")]
         ['converted']
     """
-    arguments.check_function(progress, "progress")
+    check_function(progress, "progress")
     dry_run, resume = arguments.flag(dry_run, "dry_run"), arguments.flag(resume, "resume")
     if executor is not None and not hasattr(executor, "submit"):
         raise SettingError(f"executor takes a concurrent.futures.Executor; {arguments.found(executor)}")
@@ -137,7 +138,7 @@ def plan(
 
 def free_space(destination: str) -> tuple[int, str] | None:
     """Return the bytes that are free in the nearest folder above a result, and that folder; None if nothing tells."""
-    if of_text(destination).is_remote:
+    if location_of(destination).is_remote:
         return None
     place = Path(os.path.abspath(destination))
     folder = next(above for above in (place, *place.parents) if os.path.isdir(above))
@@ -194,7 +195,7 @@ def convert_one(job: Job, progress: write_output.Progress = lambda _: None) -> C
     try:
         if job.error is None:
             with ExitStack() as watched:
-                source = of_text(job.source).listed()
+                source = location_of(job.source).listed()
                 watched.enter_context(unchanged(source))
                 verifies = config.current().checksums == "verify"
                 opening = Opened(source, verify=verifies, items=job.items, warns=False, allows_unknown=True)
@@ -221,7 +222,7 @@ def _loaded(job: Job) -> Job:
 def _write(job: Job, output: Output, progress: write_output.Progress, check_unchanged: Callable[[], None]) -> str:
     """Write, verify, and publish unless the source was replaced meanwhile; return the status."""
     prepared = write_output.prepare(output, progress, keep_shardings=job.sharding == "keep")
-    final = of_text(job.destination)
+    final = location_of(job.destination)
     if final.exists() and not final.holds_nothing():
         if not job.resume:
             why = "exists, and nothing is replaced; pass another destination, or resume (--resume)"

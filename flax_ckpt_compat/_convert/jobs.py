@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._discovery import locating, saved_steps
+from flax_ckpt_compat._discovery import locating, saved_steps, steps
 from flax_ckpt_compat._discovery.contents import State, contents_of, foreign_message, why_inside
 from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
 
@@ -119,7 +118,7 @@ def _check_destinations(source: Location, destination: Location, jobs: Sequence[
             message = f"{destination} is in the source {source}, which is never touched; pass another destination"
             raise ArgumentError(message, path=destination.path)
     for path in {os.path.dirname(job.destination): job.destination for job in jobs if job.error is None}.values():
-        if why := why_inside(of_text(path)):
+        if why := why_inside(location_of(path)):
             from flax_ckpt_compat.errors import InvalidCheckpointError  # it imports flax
 
             raise InvalidCheckpointError(f"cannot convert to {path}: {why}", path=path)

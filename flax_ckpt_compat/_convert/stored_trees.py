@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, batches, read_all
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
 
 # Bytes. Neighbouring small arrays are read together.
 _SMALL, _BATCH = 256 << 10, 2 << 20
+# In Orbax's words: replicated over all devices there are, however many (numpy's -1).
+_MESH_OF_ALL = '{"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}'
 
 
 def kind_of(leaf: Any) -> LeafKind | None:
@@ -50,7 +51,7 @@ def to_write(trees: dict[str, Node], count: Callable[[int], None], *, keep_shard
             if not isinstance(value, KeyData):
                 return value
             # Real Orbax restores typed keys only as arrays with a sharding.
-            sharding = leaf.sharding if keep_shardings else layout.MESH_OF_ALL
+            sharding = leaf.sharding if keep_shardings else _MESH_OF_ALL
             return KeyData(value.impl, StoredArray(leaf.shape, value.data.dtype, sharding, lambda: value.data))
         assert leaf.dtype is not None
         chunks = leaf.reader.chunks_of(leaf)[0]

@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError, translated, writing
 from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.opening import Opened
@@ -30,6 +30,7 @@ from flax_ckpt_compat._view import diff, metadata
 # Takes numbers of bytes that were written, or compared.
 Progress = Callable[[int], None]
 _PIECE = 8 << 20  # bytes
+_ROOT_METADATA = "metadata/_ROOT_METADATA"  # beside the steps of a manager; of Orbax 0.12.8 (measured)
 _WORDS = {"only in a": "is missing", "only in b": "is new", "values": "has other values"}
 
 
@@ -162,7 +163,7 @@ def _has_other_metadata(location: Location, output: Output) -> bool:
 def copy_root_metadata(jobs: Iterable[Job]) -> None:
     """Copy the root metadata of the managers that these steps are of, where there is none yet."""
     for source, folder in {(os.path.dirname(job.source), os.path.dirname(job.destination)) for job in jobs}:
-        found, final = (of_text(one) / layout.ROOT_METADATA for one in (source, folder))
+        found, final = (location_of(one) / _ROOT_METADATA for one in (source, folder))
         if found.isfile() and not final.exists():
             final.parent.prepare_directory()
             with final.temporary() as temporary:

@@ -55,19 +55,6 @@ def flag(value: Any, name: str) -> bool:
     return bool(given)
 
 
-def item_name(value: Any) -> str | None:
-    """Return the name of an item, or None; raise ArgumentError for anything else."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise ArgumentError(f"item is the name of an item, {found(value)}")
-
-
-def check_function(value: Any, name: str) -> None:
-    """Raise ArgumentError unless an optional function is one, or None."""
-    if value is not None and not callable(value):
-        raise ArgumentError(f"{name} must be a function, {found(value)}")
-
-
 def is_traced(value: Any) -> bool:
     """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
     jax = sys.modules.get("jax")

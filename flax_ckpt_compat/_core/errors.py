@@ -210,24 +210,6 @@ class ConcurrentWriteError(StorageError):
     """Another process writes, has written, or removes the same checkpoint of an object store; this one is not saved."""
 
 
-class MultiprocessSaveError(CheckpointError, RuntimeError):
-    """Another process of a multi-process save failed or made a different call; nothing was saved."""
-
-
-class MultiprocessRestoreError(CheckpointError, RuntimeError):
-    """Processes of a job found different checkpoints."""
-
-
-class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
-    """Processes did not reach a barrier within the time limit.
-
-    Attributes:
-        absent: their process indices.
-    """
-
-    absent: tuple[int, ...] = ()
-
-
 def is_of_handler(error: BaseException) -> bool:
     """Return whether a signal handler of the program raised an error: a TimeoutError, say, which must reach it."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}

@@ -17,27 +17,25 @@ def location_of(path: object, what: str = "path") -> Location:
     """Return the location of a caller's path, text or a path object: absolute, or a normalized URL.
 
     Raise ArgumentError if it is neither, and StorageError for a URL that no storage takes."""
-    return path if isinstance(path, Location) else of_text(as_text(path, what))
-
-
-def of_text(path: str) -> Location:
-    """Return the location of a path's text; see `location_of`."""
-    if is_url(path):
+    if isinstance(path, Location):
+        return path
+    text = as_text(path, what)
+    if is_url(text):
         from flax_ckpt_compat._core.object_store.storage import ObjectLocation  # here, because few programs need it
 
-        return ObjectLocation.of(path)
+        return ObjectLocation.of(text)
     try:
-        return Location(os.path.abspath(local(path)))
+        return Location(os.path.abspath(local(text)))
     except FileNotFoundError as error:  # of the working directory
-        message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
-        raise StorageError(message, path=path, errno=error.errno) from error
+        message = f"{text}: the working directory, to which this path is relative, was removed; pass an absolute path"
+        raise StorageError(message, path=text, errno=error.errno) from error
 
 
 def resolved(path: str) -> Location:
     """Return the location of a path as the file system resolves it: ``..`` after the name of a link leads elsewhere."""
     with suppress(ValueError):  # no file can have this name; a save refuses it
-        return of_text(path) if is_url(path) else Location(os.path.realpath(local(path)))
-    return of_text(path)
+        return location_of(path) if is_url(path) else Location(os.path.realpath(local(path)))
+    return location_of(path)
 
 
 def as_text(path: object, what: str = "path") -> str:
@@ -57,7 +55,7 @@ def is_url(path: str) -> bool:
 def normal(path: str) -> str:
     """Normalize the text of a path; relative paths stay relative and ``file://`` is kept."""
     if is_url(path):
-        return of_text(path).path
+        return location_of(path).path
     plain = local(path)
     return path[: len(path) - len(plain)] + os.path.normpath(plain)
 

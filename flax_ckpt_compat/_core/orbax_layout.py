@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flax_ckpt_compat._core.tree import Container, Path
+from flax_ckpt_compat._core.tree import Path
 
 # A tree.
 TREE_METADATA = "_METADATA"
@@ -12,21 +12,9 @@ MSGPACK_FILE = "checkpoint"  # of releases until 0.5.15; other tools give text f
 SHARDING = "_sharding"
 STRINGS = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
-ARRAY_METADATA_PREFIX = "process_"  # in ARRAY_METADATAS, before the index of the process that wrote the file
 
-# Words of TREE_METADATA: types of keys and of leaves.
-SEQUENCE_KEY, DICT_KEY = 1, 2
-JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
-NONE = "None"
-EMPTY_CONTAINERS = {
-    "Dict": Container.DICT,
-    "List": Container.LIST,
-    "Tuple": Container.TUPLE,
-    "NamedTuple": Container.NAMEDTUPLE,
-}
-
-# Word of SHARDING: replicated over all devices there are, however many (numpy's -1).
-MESH_OF_ALL = '{"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}'
+# Words of TREE_METADATA: types of leaves that are arrays.
+JAX_ARRAY, NP_ARRAY = "jax.Array", "np.ndarray"
 
 # The OCDBT database of its arrays.
 MANIFEST = "manifest.ocdbt"
@@ -51,7 +39,6 @@ CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orb
 # Ours, while a save runs; removed at its end.
 BEGUN = "_begun"  # a running save
 TREE_FILES = (TREE_METADATA, MSGPACK_FILE, SHARDING, STRINGS, MANIFEST, CHECKSUMS, *ARRAY_METADATA_FILES)  # of a tree
-ROOT_METADATA = "metadata/_ROOT_METADATA"  # beside the steps of a manager; of Orbax 0.12.8 (measured)
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
 STEP_FILES = (STEP_METADATA, V1_MARKER, COMMIT_FILE, DESCRIPTOR)  # beside the items
 
@@ -61,11 +48,9 @@ TREE_ITEMS = ("default", "state", "pytree", "items", "params")  # usual names of
 SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array
 JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"
-JAX_KEY_METADATA = "jax_random_key_metadata/metadata"
 JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
 
 # The names of leaves.
-_BAD_ESCAPE = re.compile(r"~(?![01])")
 _UPLOAD_MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 
 
@@ -77,15 +62,3 @@ def is_upload_marker(name: str) -> bool:
 def leaf_name(path: Path) -> str:
     """Return Orbax's name of a leaf: its key path joined with dots; a bare leaf is ``""``."""
     return ".".join(path)
-
-
-def key_prefix(name: str) -> str:
-    """Return the key prefix of an array; TensorStore's drivers add a ``/`` only where there is none (measured)."""
-    return "" if name in ("", "/") else name.removesuffix("/") + "/"
-
-
-def pointer_tokens(name: str) -> tuple[str, ...] | None:
-    """Return the tokens by which Orbax finds a name in ``_strings.json``, as an unescaped JSON pointer, or None."""
-    if _BAD_ESCAPE.search(name):
-        return None
-    return tuple(token.replace("~1", "/").replace("~0", "~") for token in name.split("/"))

@@ -13,13 +13,13 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from flax_ckpt_compat._core.errors import is_of_handler
 from flax_ckpt_compat._core.text_formatting import format_size, printable
-from flax_ckpt_compat._core.tree import KeyData, Path, show_path
+from flax_ckpt_compat._core.tree import Path, show_path
 
 _log = logging.getLogger("flax_ckpt_compat")
 _EVERY_SECONDS = 0.2
@@ -185,9 +185,3 @@ class Stopwatch:
         phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
         rate = f", {self._nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
         _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(self._nbytes), seconds, rate, phases)
-
-
-def nbytes_of(leaves: Iterable[Any]) -> int:
-    """Return the bytes of arrays or leaf handles."""
-    found = (getattr(leaf.data if isinstance(leaf, KeyData) else leaf, "nbytes", 0) for leaf in leaves)
-    return sum(nbytes for nbytes in found if isinstance(nbytes, int))

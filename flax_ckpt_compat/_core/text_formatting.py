@@ -9,7 +9,7 @@ import difflib
 import heapq
 import logging
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -49,16 +49,6 @@ def counted(count: int, noun: str) -> str:
     """Return a number of things as text: of leaves, or of what has a plural in ``s``."""
     plural = "leaves" if noun == "leaf" else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """Return rows as lines with aligned columns, those in ``right`` to the right, without trailing blanks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(pairs))
-        for pairs in (tuple(zip(row, widths, strict=True)) for row in rows)
-    )
-    return [line.rstrip() for line in lines]
 
 
 def _escaped(character: str) -> str:

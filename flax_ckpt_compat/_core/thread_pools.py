@@ -10,10 +10,8 @@ import collections
 import itertools
 import math
 import queue
-import re
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, suppress
@@ -22,8 +20,6 @@ from typing import Any, TypeVar
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
-_REFUSALS = re.compile("new futures|new thread")
 _POLL_SECONDS = 0.5
 BEGIN_SECONDS = 1.0  # at the interpreter's exit a thread may start and never run
 
@@ -91,15 +87,6 @@ class Task:
             return self._value
         finally:
             del self  # the traceback of the error holds this frame
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Free what the functions held that raised an error, and those before it, which may form a ring."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 class Pool(AbstractContextManager["Pool"]):
@@ -185,8 +172,3 @@ def in_parallel(
         finally:
             failed = True  # nothing begins any more
             shares.clear()  # they hold the error, whose traceback holds this frame
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Return whether an error means that a pool refused a task, or that no thread can be started."""
-    return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None

@@ -16,12 +16,13 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 
-from flax_ckpt_compat._core import errors, steps
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location, is_url
-from flax_ckpt_compat._discovery import foreign, formats, orbax_directory
+from flax_ckpt_compat._core.numbered_names import ARRAYS_PLACEHOLDER
+from flax_ckpt_compat._discovery import foreign, formats, orbax_directory, steps
 from flax_ckpt_compat._discovery.orbax_directory import FINISHED, ITEMS_MARKERS, MARKERS, Item, ItemKind, holds_files
 
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
@@ -29,7 +30,7 @@ _LOST_STRUCTURE = (
     f"there are arrays, but no {layout.TREE_METADATA}, msgpack file '{layout.MSGPACK_FILE}' or {layout.ZARR2_METADATA} "
     "of a single one, which say where they belong (jax's own array serialization has none: TensorStore reads them)"
 )
-_PLACEHOLDER = steps.ARRAYS_PLACEHOLDER.encode()
+_PLACEHOLDER = ARRAYS_PLACEHOLDER.encode()
 # A text of msgpack that begins with the placeholder, before a folder's name: its length, in the tag or behind it.
 _REFERENCE = re.compile(rb"(?:([\xb1-\xbf])|\xd9(.)|\xda(..)|\xdb(....))" + re.escape(_PLACEHOLDER), re.DOTALL)
 _MAX_REFERRING = 2**20  # bytes to look at; larger files are left to the reader

@@ -12,11 +12,10 @@ import importlib
 import sys
 from typing import Any, cast
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import run_apart
-from flax_ckpt_compat._discovery import foreign
+from flax_ckpt_compat._discovery import foreign, steps
 
 _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
 SAFETENSORS, STREAM, NPZ = "safetensors", "stream", "npz"  # as `CheckpointView.format` says

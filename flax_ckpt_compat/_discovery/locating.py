@@ -18,12 +18,12 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from flax_ckpt_compat._core import errors, steps
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._discovery import contents, foreign, saved_steps
+from flax_ckpt_compat._discovery import contents, foreign, saved_steps, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Contents, Layout, State
 from flax_ckpt_compat._discovery.orbax_directory import names_in
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, Directory, is_checkpoint, log_once

@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any, cast
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery import steps
 from flax_ckpt_compat._discovery.formats import backend_for
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.

@@ -31,7 +31,7 @@ from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_run
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local.presence import stays_inside
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 
@@ -330,7 +330,7 @@ def _key_path(file: Location, names: Any) -> Path:
 def _ended(read: Read | None) -> Exception:
     assert read is not None  # no run goes on behind its reads
     leaf = read.content
-    return _damaged(of_text(read.source.path), f"it ends within the {leaf.nbytes} bytes of {leaf.name}", leaf.name)
+    return _damaged(location_of(read.source.path), f"it ends within the {leaf.nbytes} bytes of {leaf.name}", leaf.name)
 
 
 def _tree(file: Location, leaves: Mapping[Path, Any], separator: str, *, is_flat: bool = False) -> Node:

@@ -16,10 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError, StorageError
-from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
-from flax_ckpt_compat._discovery import contents, foreign
+from flax_ckpt_compat._core.location import Location, location_of, normal, resolved
+from flax_ckpt_compat._discovery import contents, foreign, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Contents, Layout, State, contents_of
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -76,10 +75,10 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     head, tail = os.path.split(prefix)
     path = shown_directory(ckpt_dir, prefix)
     # ".." out of a symlinked directory can only be resolved by the file system.
-    directory = resolved(path) if os.pardir in head.split(os.sep) else of_text(path)
+    directory = resolved(path) if os.pardir in head.split(os.sep) else location_of(path)
     if tail and directory.is_remote:
         normal((directory / tail).path)  # raises for characters that stores do not take
-    return CheckpointDir(of_text(ckpt_dir), prefix, directory)
+    return CheckpointDir(location_of(ckpt_dir), prefix, directory)
 
 
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError, PermissionDeniedError, StorageError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery import contents, foreign, locating
+from flax_ckpt_compat._discovery import contents, foreign, locating, steps
 from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
 from flax_ckpt_compat._discovery.orbax_directory import MARKERS, names_in
 

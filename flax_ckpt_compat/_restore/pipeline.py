@@ -13,12 +13,7 @@ from jax import monitoring
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import memory, progress
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    MultiprocessRestoreError,
-    add_sentence,
-)
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, add_sentence
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import Meter, Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
@@ -31,6 +26,7 @@ from flax_ckpt_compat._restore.plan import RestoreOptions, RestorePlan, ShapeDif
 from flax_ckpt_compat._restore.process_agreement import Agreement
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
+from flax_ckpt_compat.errors import MultiprocessRestoreError
 
 
 def restore(

@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import errors
-from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import Row, fold, listed, literal, nearest, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import leaf_kinds

@@ -12,11 +12,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessRestoreError
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import coordination
 from flax_ckpt_compat._save.coordination import KeyValueStore
+from flax_ckpt_compat.errors import CheckpointError, MultiprocessRestoreError
 
 _log = logging.getLogger("flax_ckpt_compat")
 _ROOT = "flax_ckpt_compat/found"
@@ -84,14 +84,14 @@ class Agreement:
         changed = _changed(found)
         if changed is None or changed > when:  # in stores; or it came after the other had looked
             return False
-        appeared = _changed(of_text(path)) if path else None
+        appeared = _changed(location_of(path)) if path else None
         return appeared is None or appeared <= self._start
 
     def _was_removed(self, found: Location | None, when: float) -> bool:
         """Return whether what both processes saw may have gone after a time: its folder changed since."""
         if found is not None:
             return False
-        folder = of_text(self._root)
+        folder = location_of(self._root)
         while (changed := _changed(folder)) is None and folder.parent != folder:
             folder = folder.parent
         return changed is None or changed > when

@@ -6,7 +6,9 @@ import atexit
 import dataclasses
 import logging
 import os
+import re
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -23,6 +25,8 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
     from flax_ckpt_compat._save.request import SaveRequest
 
+# Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
+_REFUSALS = re.compile("new futures|new thread")
 _log = logging.getLogger("flax_ckpt_compat")
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
 # Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
@@ -119,7 +123,7 @@ def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_
                 _saves.append(BackgroundSave(real, work, future, lookup_timeout))
                 future.add_done_callback(lambda ended: work.withdraw() if ended.cancelled() else None)
         except BaseException as error:
-            if not thread_pools.is_refusal(error):
+            if not (isinstance(error, RuntimeError) and _REFUSALS.search(str(error))):
                 work.withdraw()  # it may be queued all the same
                 raise
             refusal = str(error)  # the pool was shut down, or an exit handler or a late thread calls this
@@ -154,10 +158,19 @@ def _run(task: Callable[[], Any]) -> None:
     except CleanupError as error:  # raised, it would prevent the next save
         _log.error("%s", error)
     except BaseException as error:
-        thread_pools.clear_frames(error)  # until somebody asks for it, it would hold the copies of all arrays
+        _clear_frames(error)  # until somebody asks for it, it would hold the copies of all arrays
         raise
     finally:
         del task
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what the functions held that raised an error, and those before it, which may form a ring."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def saves_into(directory: Location) -> list[BackgroundSave]:

@@ -16,7 +16,7 @@ import jax
 
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.backend import ProcessInfo
-from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
+from flax_ckpt_compat.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
 
 BEGIN, COMMIT = "begin", "commit"  # the barriers of a save
 _GRACE_SECONDS = 30.0  # how much longer to wait for the rest once the save has failed, so that they get the reason too

@@ -8,12 +8,11 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import FULL_DISK, StorageError, add_sentence, translated
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
-from flax_ckpt_compat._discovery import contents, locating, walk
+from flax_ckpt_compat._discovery import contents, locating, steps, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
 
@@ -121,7 +120,7 @@ def _look(location: Location) -> tuple[str, str, bool] | None:
 def _is_orphan(folder: str, main: str) -> bool:
     """Return whether a folder holds arrays of a msgpack file that is not there; Orbax's format has none beside it."""
     has_main = presence.lexists(main) and not presence.isdir(main)
-    if has_main or not presence.isdir(folder) or not contents.is_only_arrays(of_text(folder)):
+    if has_main or not presence.isdir(folder) or not contents.is_only_arrays(location_of(folder)):
         return False
     files = [name for _, _, names in os.walk(folder) for name in names]
     # An interrupted removal may have left an empty one.

@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import commit as uploads
-from flax_ckpt_compat._core.progress import Stopwatch, nbytes_of
+from flax_ckpt_compat._core.progress import Stopwatch
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
@@ -235,7 +235,8 @@ def _own_nbytes(tree: Node, writers: Mapping[Path, int] = {}, process: int = 0) 
             shards = array.shards if isinstance(array, HostCopy) else array.addressable_shards
             found += sum(shard.data.nbytes for shard in shards if getattr(shard, "replica_id", 0) == 0)
         elif writers.get(path, 0) == process:
-            found += nbytes_of([array])
+            nbytes = getattr(array.data if isinstance(array, KeyData) else array, "nbytes", 0)
+            found += nbytes if isinstance(nbytes, int) else 0
     return found
 
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, progress, steps
+from flax_ckpt_compat._core import arguments, progress
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._core.location import Location, is_url, local, normal
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._discovery import saved_steps
+from flax_ckpt_compat._discovery import saved_steps, steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _PART_OF_STORE = 32 * 2**20  # bytes of a part of an array; a new object is begun from 64 MiB on, so most have two
@@ -80,7 +80,7 @@ def of_step(
     text, checkpoint_dir = steps.step_text(step), saved_steps.checkpoint_dir(ckpt_dir, prefix)
     return _request(
         checkpoint_dir=checkpoint_dir,
-        name=steps.check_name(checkpoint_dir.prefix + text),
+        name=checkpoint_dir.prefix + text,
         shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
         step=step,
         keep=check_keep(keep),
@@ -96,7 +96,7 @@ def of_path(path: str, **options: Any) -> SaveRequest:
         raise ArgumentError(f"{path!r} names no file or directory to write; add a name, or pass step=")
     return _request(
         checkpoint_dir=saved_steps.checkpoint_dir(directory, ""),
-        name=steps.check_name(name),
+        name=name,
         shown_path=path,
         replace_only_checkpoints=True,
         **options,
@@ -118,6 +118,10 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         coordination_timeout=settings.coordination_timeout,
         **fields,
     )
+    if steps.is_foreign(request.name):
+        raise ArgumentError(
+            f"{request.name!r} is no name for a checkpoint: Flax and Orbax give such to unfinished ones"
+        )
     normal(request.path)  # raises for characters that stores do not take
     with suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(request.path):

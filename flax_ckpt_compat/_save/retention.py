@@ -13,11 +13,10 @@ from contextlib import nullcontext, suppress
 
 from jax import monitoring
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery import contents, saved_steps
+from flax_ckpt_compat._discovery import contents, saved_steps, steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir, log_once
 from flax_ckpt_compat._save import interrupted_saves
 from flax_ckpt_compat._save.request import SaveRequest

@@ -10,12 +10,11 @@ from collections.abc import Callable
 import jax
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, translated
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
-from flax_ckpt_compat._discovery import contents, opening, orbax_directory, saved_steps
+from flax_ckpt_compat._discovery import contents, opening, orbax_directory, saved_steps, steps
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._save.request import SaveRequest

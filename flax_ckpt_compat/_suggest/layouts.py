@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest.leaf_features import Contents, is_torch_name, turned

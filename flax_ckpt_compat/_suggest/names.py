@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterable
 
-from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.tree import Path
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._suggest import layouts, match_unused

@@ -9,16 +9,17 @@ from contextlib import ExitStack, closing
 from typing import Any, SupportsFloat
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, memory, steps
+from flax_ckpt_compat._core import arguments, memory
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import MAX_SHOWN, Row, listed, nearest, printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves, show_path
-from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery import locating, opening, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
+from flax_ckpt_compat._restore.plan import item_name
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.report import Report, _Shown
@@ -54,7 +55,7 @@ def open_checkpoint(
         ...     print(sorted(view.leaves()), view.read("epoch"))
         ['epoch', 'params/w'] {'epoch': 4}
     """
-    verify, item = config.current().checksums == "verify", arguments.item_name(item)
+    verify, item = config.current().checksums == "verify", item_name(item)
     checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
 
     def open_one(location: Location) -> Checkpoint:

@@ -13,7 +13,7 @@ from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
-from flax_ckpt_compat._core import arguments, backend
+from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 from flax_ckpt_compat._core.text_formatting import Row, counted, fold, printable
@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._restore.plan import item_name
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
@@ -159,7 +160,7 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
-    name = arguments.item_name(item)
+    name = item_name(item)
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     first, second = (metadata.dir_without_pending_saves(path, prefix) for path in (a, b))
 

@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._discovery import saved_steps
+from flax_ckpt_compat._discovery import saved_steps, steps
 from flax_ckpt_compat._discovery.contents import ChangedError, Contents, State
 
 UNKNOWN_FORMAT = "unknown"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from flax_ckpt_compat._core.errors import SettingError
-from flax_ckpt_compat._core.text_formatting import aligned
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -52,7 +51,7 @@ class Table:
     spare: Collection[int] = ()  # columns that are left out where there is no room for all
 
     def __str__(self) -> str:
-        lines = aligned([self.headings, *self.rows], self.right)
+        lines = _aligned([self.headings, *self.rows], self.right)
         return "\n".join(f"{'':{self.indent}}{line}" for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -164,3 +163,13 @@ def write_page(file: str, title: str, parts: Iterable[str]) -> None:
             stream.writelines([*parts, "</body></html>\n"])
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"cannot write the page to {file}: {error}; choose another FILE") from None
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Return rows as lines with aligned columns, those in ``right`` to the right, without trailing blanks."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(pairs))
+        for pairs in (tuple(zip(row, widths, strict=True)) for row in rows)
+    )
+    return [line.rstrip() for line in lines]

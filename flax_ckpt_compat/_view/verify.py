@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._core import arguments, backend, errors, text_formatting
+from flax_ckpt_compat._core import backend, errors, text_formatting
 from flax_ckpt_compat._core.backend import LeafHandle, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.text_formatting import Row, counted, format_size, pr
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, walk
+from flax_ckpt_compat._restore.plan import check_function
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 
@@ -185,7 +186,7 @@ def verify(
         >>> verify("runs").ok
         True
     """
-    arguments.check_function(progress, "progress")
+    check_function(progress, "progress")
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
     checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)

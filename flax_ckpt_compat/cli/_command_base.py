@@ -149,10 +149,10 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
 
 def tell_passed_over(path: str, found: Collection[str]) -> None:
     """Name the files below a path that are read by their own path only, which no search of a directory finds."""
-    from flax_ckpt_compat._core.location import of_text
+    from flax_ckpt_compat._core.location import location_of
     from flax_ckpt_compat._discovery import locating
 
-    root, inside = of_text(path), tuple(f"{one}/" for one in found)
+    root, inside = location_of(path), tuple(f"{one}/" for one in found)
     files = [] if root.path in found else [name for name in root.files_below() if name.endswith(_BY_OWN_PATH)]
     others = [other for name in files if not (other := (root / name).path).startswith(inside) and other not in found]
     if others:

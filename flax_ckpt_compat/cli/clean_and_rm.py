@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.text_formatting import counted, format_size, printable
-from flax_ckpt_compat._discovery import contents, locating, saved_steps, walk
+from flax_ckpt_compat._discovery import contents, locating, saved_steps, steps, walk
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._view.report import Line, Report
 
@@ -50,7 +49,7 @@ def clean(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: boo
     """
     from flax_ckpt_compat._save import interrupted_saves
 
-    found = interrupted_saves.find_leftovers(of_text(directory))
+    found = interrupted_saves.find_leftovers(location_of(directory))
     going = [one for one in found if not one.kept or (force and one.by_time)]
     value = [{"path": one.location.path, "what": one.what, "nbytes": one.nbytes, "kept": one.kept} for one in found]
     base.print_report(Report(_leftovers(found, going), lambda: value), as_json=as_json)
@@ -92,7 +91,7 @@ def rm(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry_run:
         checkpoint_dir = saved_steps.checkpoint_dir(path, prefix)
         located = (locating.find(checkpoint_dir, step) for step in chosen)  # raises for a step that is not there
         named = [one.location.unlisted() for one in located if isinstance(one, locating.LocatedCheckpoint)]
-        found |= {one.path: _checked(one) for one in named or [of_text(path)]}
+        found |= {one.path: _checked(one) for one in named or [location_of(path)]}
     sizes = [one.total_size() + one.sibling(steps.ARRAYS_POSTFIX).total_size() for one in found.values()]
     for location, nbytes in zip(found.values(), sizes, strict=True):
         base.echo(f"{format_size(nbytes):>8}  {printable(location.path, one_line=True)}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flax_ckpt_compat._convert.jobs import FILES, LAYOUTS
-from flax_ckpt_compat._core.location import of_text
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
@@ -88,7 +88,7 @@ def command(
 
     with base.progress_shown(as_json=as_json or dry_run) as begin:
         # Each byte is written and compared. On disk some have another size, so the sum is approximate.
-        count = begin(lambda: 2 * sum(of_text(job.source).total_size() for job in jobs))
+        count = begin(lambda: 2 * sum(location_of(job.source).total_size() for job in jobs))
         results = _converted(jobs, count, show, workers)
     if not step:
         base.tell_passed_over(src, {job.source for job in jobs})

@@ -14,7 +14,7 @@ from typing import Any
 
 from flax_ckpt_compat import __version__
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.location import of_text
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.text_formatting import counted, printable
 from flax_ckpt_compat._discovery import locating
 from flax_ckpt_compat._patching import installed_in_flax
@@ -103,7 +103,7 @@ def _versions(problems: list[str]) -> dict[str, str]:
 
 
 def _listed(url: str) -> str:
-    location = of_text(url)
+    location = location_of(url)
     if location.isdir():
         return f"reachable, {counted(len(location.listdir()), 'name')}"
     if location.is_remote or location.isfile():

@@ -12,11 +12,10 @@ from typing import Any
 
 import click
 
-from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.text_formatting import format_size, printable
-from flax_ckpt_compat._discovery import contents, locating, saved_steps, walk
+from flax_ckpt_compat._discovery import contents, locating, saved_steps, steps, walk
 from flax_ckpt_compat._save.interrupted_saves import in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints, record_of
 from flax_ckpt_compat._view.report import Line, Report, Table
@@ -122,7 +121,7 @@ def _count(path: str) -> tuple[int | None, str | None]:
     from flax_ckpt_compat._view.metadata import leaves_of
 
     try:
-        with closing(Opened(of_text(path), verify=False)) as opened:
+        with closing(Opened(location_of(path), verify=False)) as opened:
             return len(leaves_of(opened).leaves), None
     except CheckpointError as error:
         return None, str(error)
@@ -131,7 +130,7 @@ def _count(path: str) -> tuple[int | None, str | None]:
 def _saved(path: str) -> datetime.datetime | None:
     # It may be in a store, or just removed; a time may be in no year of the calendar, here or in local time.
     with suppress(OSError, OverflowError, ValueError):
-        saved = datetime.datetime.fromtimestamp(os.stat(of_text(path).path).st_mtime, datetime.UTC)
+        saved = datetime.datetime.fromtimestamp(os.stat(location_of(path).path).st_mtime, datetime.UTC)
         saved.astimezone()
         return saved
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.steps import linen_names
+from flax_ckpt_compat._core.numbered_names import linen_names
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns

@@ -15,7 +15,7 @@ from flax.training import checkpoints as flax_checkpoints
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._discovery import steps
 from flax_ckpt_compat._save import request
 from flax_ckpt_compat.errors import ArgumentError
 

@@ -16,9 +16,9 @@ import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import open_index, zarr
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
+from flax_ckpt_compat.orbax_backend.stored_names import DICT_KEY, SEQUENCE_KEY
 
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.orbax_layout import DICT_KEY, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData
 from flax_ckpt_compat._trees import state_dict
 from tests.orbax_backend.conftest import WRITERS

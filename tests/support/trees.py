@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER
+from flax_ckpt_compat._core.numbered_names import ARRAYS_PLACEHOLDER
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
 
 NUMPY_DTYPES = [np.dtype(name) for name in (*"?bhiqBHIQefdFD", "M8[s]", "m8[ns]", "U3", "S2")]

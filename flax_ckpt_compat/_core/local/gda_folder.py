@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory
+from flax_ckpt_compat._core.numbered_names import ARRAYS_PLACEHOLDER, ARRAYS_POSTFIX
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
-from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER, ARRAYS_POSTFIX
 
 _BLOCK = 1 << 20  # bytes
 _log = logging.getLogger("flax_ckpt_compat")

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
-from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 GONE = (FileNotFoundError, NotADirectoryError)
 _STAGED = ".staged"

@@ -1,10 +1,7 @@
-"""Parse, order and count names of checkpoints and modules, as legacy Flax does, without its accidents of globs.
-
-A name belongs to a prefix only if the rest of the name is one finite number."""
+"""Parse, order and check names of checkpoints: a prefix and one finite number, without the accidents of globs."""
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import numbers
@@ -14,50 +11,13 @@ from typing import Any
 
 from flax_ckpt_compat._core import arguments, orbax_layout
 from flax_ckpt_compat._core.errors import ArgumentError
+from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX as ARRAYS_POSTFIX
+from flax_ckpt_compat._core.numbered_names import NUMBER, SIGNED_FLOAT_RE
+from flax_ckpt_compat._core.numbered_names import natural_sort as natural_sort
 
-NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-SIGNED_FLOAT_RE = re.compile(rf"([-+]?{NUMBER})")
-UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({NUMBER})")
-MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
-_NUMBERED = re.compile(r"(.*?)(\d{1,15})", re.ASCII | re.DOTALL)  # Python refuses to convert thousands of digits
 _SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _SEPARATED = re.compile(rf"(?:.*[^0-9A-Za-z.])?{NUMBER}", re.DOTALL)
-ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
-ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string that refers to one of them
 FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
-
-
-def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
-    """Sort names by the numbers in them: ``a_2`` before ``a_10``.
-
-    Args:
-        file_list: names to sort.
-        signed: a ``-`` or ``+`` before a number is its sign, not a separator.
-    """
-    pattern = SIGNED_FLOAT_RE if signed else UNSIGNED_FLOAT_RE
-
-    def key(name: str) -> list[Any]:
-        return [float(piece) if pattern.match(piece) else piece for piece in pattern.split(name)]
-
-    return sorted(file_list, key=key)
-
-
-@functools.lru_cache(10_000)
-def numbered(name: str) -> tuple[str, int] | None:
-    """Return (text before the number, number) of a name that ends in one; None for other names."""
-    match = _NUMBERED.fullmatch(name)
-    return (match[1], int(match[2])) if match else None
-
-
-def linen_names(names: Iterable[str]) -> dict[str, str]:
-    """Return old → new names of a module's children: pre-linen's are counted together, linen's class by class."""
-    counts, renamed = collections.Counter[str](), {}
-    for name in natural_sort(names):
-        match = MODULE_NUM_RE.match(name)
-        renamed[name] = f"{match[1]}_{counts[match[1]]}" if match else name
-        if match:
-            counts[match[1]] += 1
-    return renamed
 
 
 @functools.lru_cache(maxsize=1 << 14)  # a save looks at all names of a directory several times, and the next one again
@@ -131,10 +91,3 @@ def step_text(step: Any) -> str:
     if parse_step(text) is None:  # also a Fraction, or an int beyond every float
         raise ArgumentError(f"step must be finite and print as one number, found {step!r:.100}")
     return text
-
-
-def check_name(name: str) -> str:
-    """Return the name of a checkpoint to save; raise ArgumentError if Flax or Orbax reserve it for unfinished ones."""
-    if is_foreign(name):
-        raise ArgumentError(f"{name!r} is no name for a checkpoint: Flax and Orbax give such to unfinished ones")
-    return name
