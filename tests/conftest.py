@@ -32,7 +32,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 assert profiles.examples  # registers the profiles that are loaded here
 _MEMORY = "/dev/shm"
 _PASSED = pytest.StashKey[bool]()
-_SHOWN_SECONDS = 0.02  # by --durations
 _TEMPORARY_BYTES = 4 << 30  # more than there is at any time
 # Jobs of a shell that is not interactive start with the signal ignored, and all programs of theirs inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -77,30 +76,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         interpreters.start_zygote()  # that all its processes share; itself, it imports nothing that takes long
         return
     gc.disable()  # until all is collected, which leaves no garbage
-    if hasattr(config, "workerinput"):
-        _report_less(config)
     if interpreters.COMPILATION_CACHE:
         import jax
 
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-def _report_less(config: pytest.Config) -> None:
-    """Send, of what passes, only what is counted or took long: a test has five messages, each a system call or two."""
-    (worker,) = (plugin for plugin in config.pluginmanager.get_plugins() if hasattr(plugin, "sendevent"))
-    send = worker.sendevent
-
-    def send_less(name: str, **content: Any) -> None:
-        report = content["data"] if name == "testreport" else {}
-        if report.get("outcome") == "passed":
-            if report["when"] != "call" and report["duration"] < _SHOWN_SECONDS:
-                return
-            report |= {"keywords": {}, "sections": []}
-        if name not in ("logstart", "logfinish"):
-            send(name, **content)
-
-    worker.sendevent = send_less
 
 
 def pytest_collection_finish() -> None:

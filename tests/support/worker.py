@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -11,9 +12,11 @@ import os, sys, flax, jax
 flax.config.update("flax_use_orbax_checkpointing", True)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
 """
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the fork as well
 way, (channel, its_channel) = socket.socket(socket.AF_UNIX), socket.socketpair()
 way.connect(f"\0{os.environ['TESTS_ZYGOTE']}")
-socket.send_fds(way, [b"x"], [0, 1, 2, its_channel.detach()])
+with its_channel:  # else this process would not see the end of the zygote
+    socket.send_fds(way, [b"x"], [0, 1, 2, its_channel.fileno()])
 request = {"code": CODE + sys.argv[-1], "arguments": [], "environment": {**os.environ}, "cwd": os.getcwd()}
 channel.sendall(json.dumps(request).encode() + b"\n")
 channel.recv(8)  # its process id
