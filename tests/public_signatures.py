@@ -3,8 +3,6 @@
 It refuses to until the section Unreleased of CHANGELOG.md has the name of whatever changed.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """restore(): strict where nobody said otherwise, and whose word counts where somebody did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

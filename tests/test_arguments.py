@@ -1,7 +1,5 @@
 """Arguments of odd kinds: what Flax takes works as there, and all else is an error of ours that names the argument."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from decimal import Decimal

@@ -3,8 +3,6 @@
 What is written there is read here, by real Flax and real Orbax.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

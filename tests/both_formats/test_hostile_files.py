@@ -1,7 +1,5 @@
 """Pipes, links, sizes that lie, files that may not be opened: a reader neither hangs, nor leaves the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

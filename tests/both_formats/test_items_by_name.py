@@ -1,7 +1,5 @@
 """One item of several: by its name (``item=``, ``--item``), or the one whose structure a target has."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 
 Steps with any part of their entries, which no row has: look-ups, restores and ``keep`` agree on which are whole."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

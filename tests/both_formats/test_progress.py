@@ -1,7 +1,5 @@
 """``progress=``: what the callback is told, from which threads, and what its own errors do."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

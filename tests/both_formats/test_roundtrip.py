@@ -1,7 +1,5 @@
 """Trees and leaves saved and restored on both backends, and to and from real Flax and real Orbax, each pair of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 And conversions that are killed at any time, and resumed."""
 
-from __future__ import annotations
-
 import filecmp
 import functools
 import itertools

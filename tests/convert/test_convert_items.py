@@ -1,7 +1,5 @@
 """convert() of several items: each is read by the real handler that wrote it, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

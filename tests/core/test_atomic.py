@@ -1,7 +1,5 @@
 """Publishing on a disk: temporaries, replacing or not, with and without an exchange, locks, what dead writers left."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

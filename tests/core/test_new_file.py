@@ -1,7 +1,5 @@
 """A new file has exactly what was written to it, through the page cache or past it."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

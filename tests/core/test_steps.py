@@ -1,7 +1,5 @@
 """Names and numbers of checkpoints: what is a step, how it is spelled, in what order."""
 
-from __future__ import annotations
-
 import fractions
 import math
 from typing import Any

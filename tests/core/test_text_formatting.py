@@ -1,7 +1,5 @@
 """Texts of messages: what is escaped, lists of names whose numbers are folded, and names that are suggested."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import logging

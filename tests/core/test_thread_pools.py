@@ -1,7 +1,5 @@
 """Threads at the interpreter's exit, for which background saves go on, and errors in threads."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools

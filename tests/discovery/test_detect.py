@@ -2,8 +2,6 @@
 
 And what errors and warnings say of paths that hold no checkpoint, where one is near."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Files of other programs, which are read and never written: numpy's, safetensors with its shards, EasyLM's streams."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

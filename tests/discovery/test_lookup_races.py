@@ -2,8 +2,6 @@
 
 And after one: what dead writers set aside, and directories that were never finished."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Look-ups: which names count as the latest, in which order, and what they log; the same in every function."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

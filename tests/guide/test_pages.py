@@ -2,8 +2,6 @@
 
 Examples in public docstrings run, too, as do the demo, and the program for preemption of the guide."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

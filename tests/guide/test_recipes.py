@@ -1,7 +1,5 @@
 """The page of recipes: each program runs, and each row of its table maps a small tree, on both formats."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

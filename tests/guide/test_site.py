@@ -1,7 +1,5 @@
 """The site builds without a warning, has every public name, its links lead somewhere; the notebook runs as stored."""
 
-from __future__ import annotations
-
 import html
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Saving and restoring through the msgpack backend, from plain dicts to plain dicts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checksums of msgpack files, in an extended attribute: what they find, and what they must not call damage."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

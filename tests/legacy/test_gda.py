@@ -1,7 +1,5 @@
 """Arrays of several processes, in the zarr folder beside the msgpack file: damage, and what checksums find."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

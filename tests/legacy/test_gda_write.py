@@ -1,7 +1,5 @@
 """Writing arrays of several processes beside a msgpack file; one process plays both."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -1,7 +1,5 @@
 """A checkpoint with a folder of arrays is replaced by a process that is killed at every step on the way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small files are unpacked at once, others parsed through a window; every way reads what real Flax reads."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

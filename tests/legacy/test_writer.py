@@ -1,7 +1,5 @@
 """Files are byte for byte what Flax writes; what they cannot hold is refused before anything is written."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -4,8 +4,6 @@ The values of every leaf are arithmetic (`VALUES`), so that each process can che
 bit for bit, and no test needs another save to compare with.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

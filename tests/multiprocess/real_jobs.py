@@ -1,7 +1,5 @@
 """What the processes of a team do together with real Flax and real Orbax."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

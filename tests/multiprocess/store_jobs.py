@@ -1,7 +1,5 @@
 """What the processes of a team do in the tests of saves to stores."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Background saves by several processes: one commit, in order, and no failure is lost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Processes that find different checkpoints for one path: none goes on from other values than the rest in silence."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What a failed save by several processes leaves, processes that stay away, and trees that differ between them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Real Flax and real Orbax on the other side, in two processes, and objects of theirs that callers pass in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saves in Orbax's format of arrays that all processes hold: each array is written by one of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

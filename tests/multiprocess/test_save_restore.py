@@ -1,7 +1,5 @@
 """Trees over several processes come back bit for bit: on as many processes, on more, on fewer and on one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Overwrite, retention and the flag hold for saves by several processes as for those of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The file of checksums: what it holds, what it finds, and that it never blames a checkpoint that is whole."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

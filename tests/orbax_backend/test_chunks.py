@@ -1,7 +1,5 @@
 """Chunks as real Orbax stores them, whole and in parts: TensorStore's values, in any boxes that numpy slices."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Values are written by several threads: when the disk is full, and when it hangs."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -4,8 +4,6 @@ The current Orbax still reads most of them and is the judge there. T5X (versions
 file with a TensorStore spec for each array beside it: `path_kinds.toml` has the newest as it was written.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The array database's index: TensorStore and we read each other's, and hostile files are refused, without a leak."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What real Orbax writes, read by us, and what we write, read by PyTreeCheckpointer, StandardCheckpointer and v1."""
 
-from __future__ import annotations
-
 import collections
 import json
 from pathlib import Path

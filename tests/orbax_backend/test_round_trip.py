@@ -1,7 +1,5 @@
 """What we write comes back from our own reader with its exact type, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import namedtuple

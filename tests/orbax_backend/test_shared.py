@@ -1,7 +1,5 @@
 """Directories that several processes write together, each its shards, against numpy and real Orbax."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

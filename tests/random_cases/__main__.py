@@ -1,7 +1,5 @@
 """Random cases for a given time: ``python -m tests.random_cases --seconds 600``; ``--seed`` draws the same again."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import logging

@@ -2,8 +2,6 @@
 
 NaN: the target's own value stays. Infinity: what belongs there cannot be told, so that no certain proposal is right."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator

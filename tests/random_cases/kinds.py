@@ -1,7 +1,5 @@
 """The kinds of random cases: for each a strategy that draws a case, and a check of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Families of models with the names of well-known code bases, whose every value occurs once: nested dicts of arrays."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

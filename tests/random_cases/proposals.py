@@ -3,8 +3,6 @@
 ``python -m tests.random_cases.proposals --cases 5000`` counts them, and prints what is certain and wrong;
 ``--follow`` pastes what is certain into a restore."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -3,8 +3,6 @@
 Both formats against real legacy Flax and against each other; and plans: ``plan.raises`` is what `restore` raises, and
 what the plan says comes true."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -3,8 +3,6 @@
 The model is real legacy Flax with a directory for each prefix, since it deletes what another prefix saved beside it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -4,8 +4,6 @@ Each release, such as ``0.8.2+0.5.7`` (Flax and Orbax; all by default), is insta
 which is removed afterwards. ``results.json`` keeps what was found; ``--write`` writes the table of all into the guide.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The checkpoints that old releases read: written by this library, with the values in a form that needs no library."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

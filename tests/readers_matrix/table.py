@@ -1,7 +1,5 @@
 """The pairs of releases, with what they were used with at their time, and the table of the guide, from results.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

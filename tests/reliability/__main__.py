@@ -3,8 +3,6 @@
 The whole takes hours on two cores; ``--scale 0.1`` does a tenth of it, ``--only power`` one experiment.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

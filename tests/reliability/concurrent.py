@@ -1,7 +1,5 @@
 """A reader while checkpoints rotate; two writers in one directory; a process that saves and restores on and on."""
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile

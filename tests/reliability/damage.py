@@ -1,7 +1,5 @@
 """Damage the files of a checkpoint, byte by byte or by chance, and restore it: found, the same, or silently wrong."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The experiments in the order of the table, each with the figures of its long form."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Run functions in forks of this process, which has imported everything and started no thread."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

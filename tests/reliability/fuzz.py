@@ -1,7 +1,5 @@
 """Restore files that are mutated at random, from a corpus of what each system writes: an error of ours, or a value."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Judge a directory after something went wrong: what restores, what is latest, whether the next save works."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

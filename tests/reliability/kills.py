@@ -1,7 +1,5 @@
 """Kill a save, or let one of its calls fail, at every call that changes the file system and at random times."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Lose power during and after saves: record them, replay the record (power_loss.py), judge what may be on disk."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

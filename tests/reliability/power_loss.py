@@ -6,8 +6,6 @@ since any subset; one rename or exchange is whole. Syncing a file does not sync 
 neither its files nor its own name. The parent of the directory that is recorded is there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Saves by two processes of one job: one is killed, or one of its calls fails, or the power is lost."""
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Let each call that reads a directory of checkpoints fail, while the latest of them is looked up and restored."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from collections.abc import Callable

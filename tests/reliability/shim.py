@@ -1,7 +1,5 @@
 """Compile the shim that is preloaded into the processes of the harness, and command it."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import functools

@@ -1,7 +1,5 @@
 """How much of an experiment is done, and what came of it in one system."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import random

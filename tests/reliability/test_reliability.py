@@ -1,7 +1,5 @@
 """The short form of `python -m tests.reliability`, and that its instruments show what happens."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

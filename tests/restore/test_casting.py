@@ -1,7 +1,5 @@
 """Kinds of leaves: casts while reading, which stored kind fits which leaf of a target, and scalars."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What restores read and map: no more bytes than they need; mapped files give the same values, nobody else's."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

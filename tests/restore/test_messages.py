@@ -1,7 +1,5 @@
 """What errors and warnings say about leaves that are missing or of another shape: all of them, in few lines."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of real models and optimizers, restored into concrete and abstract targets, and modules of nnx in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

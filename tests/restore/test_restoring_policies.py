@@ -1,7 +1,5 @@
 """Where checkpoint and target differ: every policy of the contract, and stored leaves that a restore does not give."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

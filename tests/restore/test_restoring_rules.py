@@ -1,7 +1,5 @@
 """Rules, mappings and transforms through whole restores: of real state, of every place, of two checkpoints."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re

@@ -3,8 +3,6 @@
 Where our results are meant to differ, they are made alike first; each such step names what decides it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

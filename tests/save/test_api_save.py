@@ -1,7 +1,5 @@
 """save(): where it writes, what it never replaces or removes, and who reads what it wrote."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Saving in the background: the values of the call, the order of the calls, and no failure lost."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Copies from accelerators; devices of the CPU play GPUs, as jax gives them page-locked memory, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

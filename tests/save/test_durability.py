@@ -1,7 +1,5 @@
 """What a save has synced to disk when its name counts, and in which order old checkpoints go."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

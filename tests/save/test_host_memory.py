@@ -1,7 +1,5 @@
 """Copies for background saves, whose memory is used again, and their files, which do not stay in the page cache."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

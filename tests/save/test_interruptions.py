@@ -1,7 +1,5 @@
 """Signals, forks, kills and closed streams within saves: nothing acknowledged is lost, nothing half is latest."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

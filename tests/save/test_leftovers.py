@@ -1,7 +1,5 @@
 """What interrupted saves left, and what a clean-up cannot remove: nothing goes that a live writer may still write."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

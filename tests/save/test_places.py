@@ -1,7 +1,5 @@
 """Directories that are no place for a checkpoint, within others, as file:// URLs, or that nobody may search."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

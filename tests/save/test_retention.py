@@ -1,7 +1,5 @@
 """Names, listing, overwrite and retention: the rules that both formats share, also in one directory."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -1,7 +1,5 @@
 """save_checkpoint and save_checkpoint_multiprocess as callers see them: bytes, events, arguments, errors."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The stores of the session, a bucket for each test, and a network that fails where a test asks for it."""
 
-from __future__ import annotations
-
 import uuid
 import zlib
 from collections.abc import Iterator

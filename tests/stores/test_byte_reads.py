@@ -1,7 +1,5 @@
 """The reader of byte ranges beside plain reads of the same file, a mapping of it, and a store; memory of arrays."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Bytes that change on their way to or from a store."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

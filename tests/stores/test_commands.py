@@ -1,7 +1,5 @@
 """`convert`, ``flax-ckpt ls`` and ``show`` on stores: the same bytes come back, and a source there stays as it was."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from pathlib import Path

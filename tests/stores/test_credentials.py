@@ -1,7 +1,5 @@
 """Where the credentials of s3:// come from, and what happens once they have expired."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

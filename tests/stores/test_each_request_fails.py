@@ -1,7 +1,5 @@
 """A request that fails says nothing of what is there: no target, no older step, no word of damage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a store is good for, in one of each kind: s3://, az://, and path classes that users register."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

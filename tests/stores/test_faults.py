@@ -1,7 +1,5 @@
 """Orbax's format behind a network that fails: what is retried, what ends a call, and what is left behind."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """hf:// URLs, read from a hub on loopback with the client of Hugging Face."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock

@@ -3,8 +3,6 @@
 The store is a dictionary with conditions, and a seed draws whose request is next.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Large arrays in stores are many objects, each sent by a connection of its own; ``progress=`` reports their bytes."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

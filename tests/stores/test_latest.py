@@ -1,7 +1,5 @@
 """Steps of a store whose removal is refused, or that are replaced while they are read."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

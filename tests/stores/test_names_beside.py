@@ -1,7 +1,5 @@
 """Objects beside a checkpoint: of other programs, late ones, arrays that several processes wrote; and one within it."""
 
-from __future__ import annotations
-
 import logging
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Orbax's format in a store: real Orbax reads what we put there, and we read there what real Orbax wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

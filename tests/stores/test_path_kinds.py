@@ -1,7 +1,5 @@
 """Kinds of paths in object stores against everything that decides what lies at one: see tests/data/path_kinds.toml."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

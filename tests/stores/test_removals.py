@@ -1,7 +1,5 @@
 """What is removed from a store, by evictions, `clean` and the next save; what is refused, and what is told of it."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

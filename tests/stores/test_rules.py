@@ -1,7 +1,5 @@
 """What holds for a local folder holds in a store."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every storage promises, whichever it is; expected values come from `os` and the stores' own clients."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves by several processes straight to a store: all of it or nothing, and no array passes through process 0."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

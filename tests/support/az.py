@@ -1,7 +1,5 @@
 """An az:// store on loopback: Azurite of Microsoft, behind a proxy that notes requests."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Checkpoints of real old releases with the values that were saved, and what those releases lost."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 The quick tests keep their files in memory, where nothing is written past the page cache.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The server (fake-gcs-server) ignores conditions on uploads, and gives every list in one page; it lets everybody in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import http.client

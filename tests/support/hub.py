@@ -1,7 +1,5 @@
 """A hub of Hugging Face on loopback: what its Python client asks of a model repository, over files in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Everybody who saves and everybody who restores: ours, Flax's module with its flag off and on, and real Orbax."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

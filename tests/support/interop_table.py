@@ -3,8 +3,6 @@
 Imported by running tests only: it computes real optimizers' states.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

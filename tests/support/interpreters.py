@@ -4,8 +4,6 @@ They differ from what ``python -c`` starts in one thing: those modules are loade
 just that asks for a fresh interpreter; it also gets one where it sets a variable that they read when they are imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -1,7 +1,5 @@
 """Something that comes in the middle of a call: before its n-th look at the file system or read, or Ctrl-C."""
 
-from __future__ import annotations
-
 import dis
 import functools
 import os

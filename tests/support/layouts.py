@@ -1,7 +1,5 @@
 """What holds for every layout of another program that is read and never written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

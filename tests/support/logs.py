@@ -1,7 +1,5 @@
 """What the library logs, for tests of generated cases, where pytest's caplog cannot be asked per case."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Manifests and B-tree nodes of OCDBT, byte by byte from the published format, with whatever lies a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

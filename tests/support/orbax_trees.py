@@ -1,7 +1,5 @@
 """Plain Python trees in and out of the Orbax backend."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ask everything that decides what lies at a path about rows of ``tests/data/path_kinds.toml``; judge the answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

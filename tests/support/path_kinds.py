@@ -1,7 +1,5 @@
 """Build every kind of path that ``tests/data/path_kinds.toml`` lists: with real writers, then changed file by file."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

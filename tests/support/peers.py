@@ -1,7 +1,5 @@
 """The newest parts of real Flax and real Orbax; a test that uses what the installed release lacks is skipped."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """How many examples hypothesis tries: at most 25 by default, as many as each test says where slow tests run too."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no reason for a test to fail.

@@ -1,7 +1,5 @@
 """State that real training scripts save: linen and NNX models, optimizers, and their abstract forms."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

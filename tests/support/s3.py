@@ -1,7 +1,5 @@
 """An S3 store on loopback: moto, behind a proxy that fails as networks and stores do."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """One tree of every kind that users save, and comparing trees to the last bit."""
 
-from __future__ import annotations
-
 import collections
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Saving with ours and with real Flax side by side, and fresh interpreters."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

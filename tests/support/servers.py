@@ -1,7 +1,5 @@
 """Start a program that serves on loopback, and wait until it answers."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import tempfile

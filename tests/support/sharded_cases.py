@@ -1,7 +1,5 @@
 """Everything that needs eight devices, in one process: ``FOLDER CASE…``; prints one line of JSON per case."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Which tests run in one process of pytest-xdist: those of one file, and those that share teams."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Each process that runs one of them starts processes of its own, which takes seconds.

@@ -1,7 +1,5 @@
 """A path class that a user registers with epath: ``shelf://``, a folder of this machine under other names."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib

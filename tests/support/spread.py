@@ -1,7 +1,5 @@
 """Arrays that several processes hold, played by one: each `HostCopy` has the shards of one process."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

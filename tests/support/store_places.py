@@ -1,7 +1,5 @@
 """One kind of test place for all: a local folder, a prefix of an S3 bucket, and one behind a failing network."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trees of stored leaves in memory, and the values of what rules make of them, checked against what they promise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Proposals for pairs of states, and which stored leaf each leaf of the target would get by them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, map_leaves

@@ -1,7 +1,5 @@
 """Abstract states of known models before and after a change, with what a suggestion has to say about it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

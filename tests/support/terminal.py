@@ -1,7 +1,5 @@
 """Commands in a terminal of 80 columns: what they write, and what it shows."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

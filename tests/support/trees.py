@@ -1,7 +1,5 @@
 """Random trees, and comparing trees to the last bit."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import struct

@@ -4,8 +4,6 @@
 other interpreter does: traceback, ``atexit``, threads, signals, exit code.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Transforms one by one: what Orbax's documentation and published tests say, their functions, the messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

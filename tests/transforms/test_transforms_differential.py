@@ -8,8 +8,6 @@ What differs on purpose, and is left out of the comparison:
 - a tuple as original_key works here; Orbax raises a TypeError.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re
