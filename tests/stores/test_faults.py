@@ -1,7 +1,8 @@
-"""Orbax's format behind a network that fails: what is retried, what ends a call, and what is left behind."""
+"""Stores behind a network that fails: what is retried, what ends a call, and what is left behind."""
 
 import itertools
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat import checkpoints, verify
 from flax_ckpt_compat._core.errors import not_found
 from flax_ckpt_compat._core.object_store import clouds
 from flax_ckpt_compat._core.object_store.client import ConflictError
@@ -19,7 +20,9 @@ from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
 from tests.support.orbax_trees import load
 from tests.support.orbax_trees import save as save_locally
-from tests.support.s3 import Bucket
+from tests.support.s3 import Bucket, Fault
+from tests.support.saves import use_flag
+from tests.support.store_places import AnyBucket
 from tests.support.trees import fingerprint
 
 
@@ -191,3 +194,55 @@ def test_a_removal_whose_answer_is_lost_stays_one(bucket: Bucket) -> None:
     assert next(lost, False) is False
     assert checkpoints.latest_checkpoint(f"{bucket.url}/run").endswith("/checkpoint_5")
     assert load(f"{bucket.url}/run/checkpoint_5")["step"] == 5
+
+
+_TARGET = {"a": np.zeros(40_000), "n": 0}
+_REFUSED = "403"  # which is not tried again
+
+
+def _restore(url: str) -> int:
+    restored = checkpoints.restore_checkpoint(url, _TARGET)
+    assert np.all(restored["a"] == restored["n"])
+    return int(restored["n"])
+
+
+def _latest(url: str) -> int:
+    return int(str(checkpoints.latest_checkpoint(url)).rpartition("_")[2])
+
+
+def _list_steps(url: str) -> int:
+    assert checkpoints.available_steps(url) == [1, 2, 3]
+    return 3
+
+
+def _verify(url: str) -> int:
+    found = verify(f"{url}/checkpoint_3").checkpoints
+    assert not any(one.state == "damaged" for one in found), found
+    return 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "look"),
+    [
+        *[(fault, _restore) for fault in ("cut", _REFUSED, "refuse", "500")],
+        *[("cut", look) for look in (_latest, _list_steps)],
+        (_REFUSED, _verify),
+    ],
+)
+def test_each_request_fails_once(any_bucket: AnyBucket, flag: bool, fault: Fault, look: Callable[[str], int]) -> None:
+    """It is tried again, or done without; what the store refuses is a StorageError: no target, no older step, no word
+    of damage."""
+    url = f"{any_bucket.url}/run"
+    with use_flag(flag):
+        for step in (1, 2, 3):
+            checkpoints.save_checkpoint(url, {"a": np.full(40_000, float(step)), "n": step}, step, keep=3)
+        any_bucket.proxy.log.clear()
+        assert look(url) == 3
+        for at in range(len(any_bucket.proxy.log)):
+            asked = iter(range(1000))
+            with any_bucket.proxy.failing(lambda *_, at=at, asked=asked: fault if next(asked) == at else ""):
+                try:
+                    assert look(url) == 3, at
+                except StorageError:
+                    assert fault == _REFUSED, at
