@@ -230,7 +230,6 @@ def available_steps(
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = []
-    # A step that may not be listed is there, by its name: a restore of it tells of the permission.
     for entry in saved_steps.in_one_listing(checkpoint_dir, saved_steps.available_in):
         try:
             found.append(step_type(entry.text))

@@ -90,7 +90,7 @@ def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[t
 
 def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
-    keys_of = functools.cache(lambda *described: list(form_of(*described, encoding).info.keys()))
+    keys_of = functools.cache(lambda *of: list(form_of(of[0], of[1], of[2], encoding).info.keys()))
     for entry, stored in plan.arrays:
         prefix = stored_names.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):

@@ -81,10 +81,11 @@ class Database:
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
         self._entries: list[Entry] = []  # of the index: of what lies in it, or is written
         self._known_cells: dict[Any, list[_Cells]] = {}
+        self._form_of = functools.cache(form_of)
 
     def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
         """Add one array, or its shards in this process; its memory must not change before the database is finished."""
-        form = form_of(stored.shape, stored.write_shape, stored.dtype, self._encoding)
+        form = self._form_of(stored.shape, stored.write_shape, stored.dtype, self._encoding)
         prefix = key_prefix(name)
         encoding, info = form.encoding, form.info
         if is_primary:
@@ -271,7 +272,6 @@ class Form(NamedTuple):
     is_small: bool  # whether chunks are copied, and put into the index if that takes them
 
 
-@functools.lru_cache(maxsize=4096)
 def form_of(shape: Shape, write_shape: Shape, dtype: Any, encoding: Encoding) -> Form:
     """Return how arrays are stored whose shards have the shape ``write_shape``."""
     # Not of the largest local shard: processes without any must decide as the others do.

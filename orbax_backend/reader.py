@@ -9,6 +9,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.array_boxes import readable_boxes
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
@@ -138,8 +139,10 @@ class OrbaxReader(Reader):
         if not isinstance(leaf, StoredLeaf):
             return isinstance(leaf, str) and layout.STRINGS in recorded.intact
         if leaf.info.codec is not None and leaf.info.codec.checksum:
-            for part in backend.pieces(handle):
-                self.read([part])
+            chunks, is_raw = self.chunks_of(handle)
+            limit = max(1, backend.BATCH_BYTES // max(1, leaf.dtype.itemsize))
+            for box in readable_boxes(leaf.shape, chunks, limit, splits_chunks=is_raw):
+                self.read([ArraySlice(handle, box)])
             return True
         return recorded.record() is not None and self._arrays.verify(ArrayRead(handle, leaf.whole), recorded)
 

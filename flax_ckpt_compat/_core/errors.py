@@ -268,25 +268,24 @@ def writing(path: str, temporary: str) -> translated:
 
 def storage_error(path: str, error: Exception, doing: str = "", temporary: str = "") -> StorageError:
     """Return the StorageError for an error of the file system, or of TensorStore on it; see `translated`."""
+    if isinstance(error, StorageError) and not temporary:
+        return error
     number, folder = getattr(error, "errno", None), os.path.dirname(temporary or path)
-    what = f"{path} could not be {doing}" if doing else path
-    if isinstance(error, StorageError) and not (temporary and number in _REMEDIES):
-        if not temporary:
-            return error
-        reason = str(error).replace(temporary, path)
-        message = reason if reason.startswith(path) else f"{what}: {reason}"
-    else:
-        if number in _REMEDIES:
-            remedy = _REMEDIES[number].format(folder=folder)
-        elif doing and "://" in path:
-            remedy = "nothing else may change what is there meanwhile; try again"
-        elif number == errno.ENOENT:
-            remedy = "it was removed meanwhile, or was never there"
-        else:
-            remedy = "check the path, and the disk or network file system that it is on"
+    reason = str(getattr(error, "strerror", None) or error)
+    if number in _REMEDIES:
+        reason += f"; {_REMEDIES[number].format(folder=folder)}"
         if number in FULL_DISK and folder != os.path.dirname(path):  # a save to a store, which is prepared there
-            remedy += f", by TMPDIR, in place of {folder}"
-        message = f"{what}: {getattr(error, 'strerror', None) or error}; {remedy}"
+            reason += f", by TMPDIR, in place of {folder}"
+    elif temporary:
+        reason = str(error).replace(temporary, path)
+    elif doing and "://" in path:
+        reason += "; nothing else may change what is there meanwhile; try again"
+    elif number == errno.ENOENT:
+        reason += "; it was removed meanwhile, or was never there"
+    else:
+        reason += "; check the path, and the disk or network file system that it is on"
+    what = f"{path} could not be {doing}" if doing else path
+    message = reason if temporary and reason.startswith(path) else f"{what}: {reason}"
     return _KINDS.get(type(OSError(number or 0, "")), StorageError)(message, path=path, errno=number)
 
 

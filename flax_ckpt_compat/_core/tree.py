@@ -244,7 +244,7 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[
             node = node.children.setdefault(name, Branch({})) if isinstance(node, Branch) else node
         if not path or not isinstance(node, Branch) or path[-1] in node.children:
             shown = show_path(path)
-            raise NameCollisionError(f"{shown} would be both a leaf and a subtree, or two leaves", leaf=shown)
+            raise NameCollisionError(f"{shown} would be two leaves, or lie below a leaf or above one", leaf=shown)
         node.children[path[-1]] = leaf
     return root if like is None else _in_containers(root, like, origins or {})[0]
 

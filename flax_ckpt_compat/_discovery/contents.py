@@ -312,7 +312,7 @@ def _directory(path: Location, names: set[str]) -> Contents:
 
 
 def _described(path: Location, names: set[str]) -> Contents:
-    """Return layout, what is missing in words, items and unknown items of a directory; no layout if it is none."""
+    """Return layout, items, unknown items and, as ``why``, what is missing of a directory; no layout if it is none."""
     described = functools.partial(Contents, path, State.COMPLETE)
     if orbax_directory.is_tree(path, names):
         kind = Layout.T5X if orbax_directory.is_t5x(path, names) else Layout.TREE
@@ -326,9 +326,9 @@ def _described(path: Location, names: set[str]) -> Contents:
     if flat and (part := orbax_directory.missing_part(path, names, flat)):
         kind = Layout.JSON if "Json" in flat else Layout.TREE
         return described(f"{part} {orbax_directory.RECORDED}", kind)
-    is_key = orbax_directory.kind_of_handler(flat) is ItemKind.KEY
-    has_keys = not names.isdisjoint(orbax_directory.RANDOM_KEYS)
-    if is_key == has_keys and (item := orbax_directory.item_of(path, names, flat)):
+    kind, has_keys = orbax_directory.kind_of_handler(flat), not names.isdisjoint(orbax_directory.RANDOM_KEYS)
+    is_known = kind is ItemKind.JSON or (kind is ItemKind.KEY) == has_keys
+    if is_known and (item := orbax_directory.item_of(path, names, flat)):
         return described("", Layout.TREE if item.format else Layout.JSON, {"": item})
     if not flat and ((items := orbax_directory.items_in(path, names, handlers)) or handlers):
         rest = names - items.keys() - orbax_directory.NO_ITEMS

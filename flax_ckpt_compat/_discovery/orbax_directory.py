@@ -314,12 +314,12 @@ def item_of(path: Location, names: set[str], handler: str) -> Item | None:
     """Return an item with these names in its directory; None if its kind is unknown."""
     if is_tree(path, names):
         return Item(Format.ORBAX, path, names)
-    if keys := sorted(names.intersection(RANDOM_KEYS)):
+    is_json = kind_of_handler(handler) is ItemKind.JSON
+    if not is_json and (keys := sorted(names.intersection(RANDOM_KEYS))):
         return Item(Format.ORBAX, path / keys[0])
     # The one file of a JSON item; with a recorded handler it may have any name, or others beside it.
     rest = names.difference(FINISHED)
     known = rest.intersection(layout.JSON_FILES)
-    is_json = kind_of_handler(handler) is ItemKind.JSON
     found = rest if len(rest) == 1 and (known or is_json) else known if len(known) == 1 and is_json else ()
     return next((Item(None, path / name) for name in found if (path / name).isfile()), None)
 

@@ -204,7 +204,7 @@ class Directory:
         """Return what an entry holds; raise `ChangedError` if it has vanished since it was listed."""
         found = self._classified.get(entry.name)
         if found is None:
-            found = contents_of(entry.location, lists_denied=True, tolerant=self.tolerant)
+            found = contents_of(entry.location, lists_denied=True, tolerant=self.tolerant)  # the restore tells why
             if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
                 found = dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
             self._classified[entry.name] = found

@@ -239,8 +239,8 @@ class _Chooser:
                     leaf=key,
                 )
             for path, leaf in matching.items():
-                one = leaf if isinstance(leaf, Derived) else FunctionInput(leaf, _example(leaf, args))
-                found.setdefault(path, one)  # the first pattern decides
+                if path not in found:  # the first pattern decides
+                    found[path] = leaf if isinstance(leaf, Derived) else FunctionInput(leaf, _example(leaf, args))
         return found
 
 

@@ -13,14 +13,14 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
-from flax_ckpt_compat._core.errors import writing
+from flax_ckpt_compat._core.errors import StorageError, writing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
@@ -189,7 +189,13 @@ class _OwnSave:
             if failed is not None:
                 raise failed
             with self._writing():
-                self.backend.write_process_part(part)
+                try:
+                    self.backend.write_process_part(part)
+                except Exception:
+                    with suppress(StorageError):  # what it sent too late goes all the same
+                        if part.upload is not None:
+                            part.upload.check_active()
+                    raise
                 if part.upload is not None:
                     part.upload.check_active()
 
@@ -260,11 +266,12 @@ def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replic
     if not backend.uses_gda_folder and options.compression is not None:
         signature += f", compression={options.compression!r}"
     spread, count, names = Counter[str](), 0, 0
-    for path, array in _arrays(tree):
-        checksum = _checksum(path)
+    for path, leaf in iter_leaves(tree):
+        checksum, (kind, array) = _checksum(path), (leaf.impl, leaf.data) if isinstance(leaf, KeyData) else ("", leaf)
         count, names = count + 1, names + checksum
         if _spans_processes(array):
-            spread[str(checksum % _GROUPS)] += zlib.crc32(_layout(array.sharding, array.shape, array.dtype), checksum)
+            layout = _layout(array.sharding, array.shape, f"{array.dtype} {kind}")
+            spread[str(checksum % _GROUPS)] += zlib.crc32(layout, checksum)
     return {
         "signature": signature + ("" if options.checksums else ", checksums='off'"),
         "spread": {group: f"{total % 2**32:x}" for group, total in spread.items()},

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import Row, fold, format_size, one_line, printable
-from flax_ckpt_compat._core.tree import Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.plan import LeafPlan, RestoreOptions, RestorePlan, TreePlan
@@ -255,11 +255,14 @@ def _sources(source: Any, item: Path, owners: Owners) -> tuple[str, ...]:
 
 
 def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[PlannedLeaf]:
-    """Yield the leaves of a tree's plan, then the missing containers without children."""
+    """Yield the leaves of a tree's plan, then containers without leaves: stored and taken as they are, or missing."""
     raises = plan.options.settings.missing_leaves == "error" and not plan.options.transforms.lenient
     missing = frozenset(plan.missing) if raises else frozenset()
     for leaf in plan.leaves:
         yield _planned(leaf, item, owners, "missing" if leaf.path in missing else "target")
+    for path, stored in plan.stored_subtrees.items() if plan.target is not None else ():
+        if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
+            yield PlannedLeaf(show_path((*item, *path)), "checkpoint", (), "", None, None, None, None, 0)
     for path in sorted(plan.empty):
         origin = "missing" if path in missing else "target"
         yield _kept_leaf(show_path((*item, *path)), {}, "not in the checkpoint", origin)
@@ -341,7 +344,7 @@ def _row(leaf: PlannedLeaf) -> Row:
     source = ": ".join(filter(None, (leaf.how, names))) or "None"
     if leaf.origin in _OWN:
         source = _OWN[leaf.origin].format(leaf.how)
-    elif source == leaf.path:
+    elif leaf.origin == "checkpoint" and names == leaf.path:
         source = _SAME
     wanted = [str(leaf.target_shape)] * leaf.is_reshaped + [str(leaf.target_dtype)] * leaf.is_retyped
     what = "" if leaf.shape is None else f"{leaf.shape} {leaf.dtype}"

@@ -134,7 +134,8 @@ def apply_transformations(
         outcome = prepared.resolve(key, original.has, bool(default_to_original))
         if outcome is None or outcome is Own.KEEP_TARGET:
             values.append(own)
-            unknown += [key] * (outcome is None)
+            if outcome is None:
+                unknown.append(key)
         elif isinstance(outcome, Entry):
             values.append(call_multi_value_fn(outcome.transform, key, original_tree, restore_args(own), in_memory=True))
         else:

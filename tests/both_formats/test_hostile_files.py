@@ -284,8 +284,8 @@ LIES: list[tuple[str, Callable[[Path], None], Any, str | None]] = [
         for key in ("\ud800", "x" * 70_000, "\0", "..")
     ),
     # The time grew with the square of levels: 100,000 took a minute before.
-    ("ocdbt", partial(_add_entry, key="a", depth=5_000, value_type="None"), errors.DepthError, None),
-    ("files", partial(_add_entry, key="a", depth=5_000, value_type="None"), errors.DepthError, None),
+    ("ocdbt", partial(_add_entry, key="a", depth=20_000, value_type="None"), errors.DepthError, None),
+    ("files", partial(_add_entry, key="a", depth=20_000, value_type="None"), errors.DepthError, None),
     # Found by mutation: a list of codecs without one.
     ("files of zarr 3", lambda path: _edit(path / "a" / "zarr.json", codecs=[]), DAMAGED[0], r"zarr\.json"),
 ]

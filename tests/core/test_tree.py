@@ -40,7 +40,7 @@ def test_other_names_make_a_dict() -> None:
 @pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)], [(), ("a",)]], ids=str)
 def test_a_leaf_that_is_also_a_subtree_is_refused(paths: list[tuple[str, ...]]) -> None:
     """In either order, and at the root."""
-    with pytest.raises(NameCollisionError, match="both a leaf and a subtree"):
+    with pytest.raises(NameCollisionError, match="below a leaf or above one"):
         from_leaves(dict.fromkeys(paths, 1))
 
 

@@ -158,13 +158,15 @@ def save_without_a_manager(folder: str, orbax: bool, step: int) -> None:
     manager.wait_previous_save()
 
 
-def save_split_otherwise(folder: str, orbax: bool, step: int, other_dtype: int = 0) -> None:
-    """Saves an array that process 1 has in another order of devices, or dtype, beside one like those of the others."""
+def save_split_otherwise(folder: str, orbax: bool, step: int, other: str = "order") -> None:
+    """Saves an array that process 1 has in another order of devices, dtype or as a key, beside one like all others."""
     use(orbax)
-    is_odd = jax.process_index() == 1
-    values = WHOLE.astype(np.int32) if is_odd and other_dtype else WHOLE
-    kind = "flat" if is_odd and not other_dtype else "plain"
-    tree = {"odd": put(values, NamedSharding(mesh(kind), P("x"))), **small(step)}
+    other = other if jax.process_index() == 1 else ""
+    values = WHOLE.astype(np.int32 if other == "dtype" else np.uint32)
+    odd = put(values.reshape(-1, 4), NamedSharding(mesh("flat" if other == "order" else "plain"), P("x")))
+    if step == 2:
+        odd = odd if other == "dtype" else jax.random.wrap_key_data(odd, impl="unsafe_rbg" if other == "key" else "rbg")
+    tree = {"odd": odd, **small(step)}
     with config.override(coordination_timeout=20.0):
         checkpoints.save_checkpoint_multiprocess(folder, tree, step)
 
@@ -343,7 +345,8 @@ FAULTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str], str]] = 
     "something else": (save_where_something_comes, (), ["InvalidCheckpointError"] * 2, "notes.txt"),
     "no manager": (save_without_a_manager, (), [MULTI, "OSError"], "no tasks in this test"),
     "other shardings": (save_split_otherwise, (), [MULTI, MULTI], "process 1 saves .*shardings.* look at odd;"),
-    "other dtypes": (save_split_otherwise, (1,), [MULTI, MULTI], "process 1 saves .*dtypes.* look at odd;"),
+    "other dtypes": (save_split_otherwise, ("dtype",), [MULTI, MULTI], "process 1 saves .*dtypes.* look at odd;"),
+    "other keys": (save_split_otherwise, ("key",), [MULTI, MULTI], "process 1 saves .*dtypes.* look at odd;"),
     "no place in 0": (jobs.save_without_a_temporary, (0,), [], "not this user's own"),
     "no place in 1": (jobs.save_without_a_temporary, (1,), [], "not this user's own"),
     "full disk in 0": (jobs.save_full_disk, (0,), [], "File too large"),

@@ -307,7 +307,8 @@ def test_regular_expressions_of_inputs(kind: Any, saved: str) -> None:
         seen[key] = (tree["a"], args)
         return np.concatenate([tree["a"]["w"].ravel(), tree["a"]["b"]])
 
-    given = {"new": kind.RestoreTransform(multi_value_fn=function, multi_value_fn_input_args={r"a/[wb]": None})}
+    inputs = {r"a/[wb]": None, "a/.*": kind.RestoreArgs(dtype="none")}  # the first that matches a leaf decides
+    given = {"new": kind.RestoreTransform(multi_value_fn=function, multi_value_fn_input_args=inputs)}
     restored = ours(saved, {"new": jnp.zeros(9, np.float16)}, given)
     assert restored["new"].tolist() == [0, 1, 2, 3, 4, 5, 1, 1, 1] and restored["new"].dtype == np.float64
     assert seen["new"][1].dtype == np.float16 and seen["new"][1].restore_type is jax.Array

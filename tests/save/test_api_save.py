@@ -163,6 +163,7 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "directory of a checkpoint": lambda path: save(path / "checkpoint", tree(1), format="msgpack"),
     "manager": _manager,
     "checkpoint with notes": _checkpoint_with("notes.txt"),
+    "checkpoint in a store of zarr": _checkpoint_with("zarr.json"),
     "checkpoint with a step": _checkpoint_with("checkpoint_7/weights"),
     "checkpoint with a folder": _checkpoint_with("plots/loss.png"),
     "zarr": lambda path: [(path / "a").mkdir(parents=True), (path / "a" / ".zarray").write_text("{}")],

@@ -154,6 +154,13 @@ class TestStorage:
         assert (location / "b").read() == (CONTENTS["b"] if location.is_remote else b"others")
         assert (location.unlisted() / "b").read() == b"others"
 
+    def test_the_size_of_a_folder_beside_an_object(self, filled: Place) -> None:
+        """In a store, where an empty object may have its name."""
+        if filled.bucket is not None and filled.bucket.url.partition(":")[0] in ("s3", "gs", "az"):
+            filled.put("c", b"")
+        folder = location_of(filled.root) / "c"
+        assert folder.total_size() == folder.listed().total_size() == len(CONTENTS["c/d"]) + len(CONTENTS["c/e/f"])
+
     def test_what_the_system_refuses(self, tmp_path: Path) -> None:
         """Every look-up of a disk raises a StorageError that has the path and the number, as stores do."""
         location = location_of(tmp_path / "loop")

@@ -530,6 +530,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "manager, an item of its own": _item_by_its_own_checkpointer,
     "JSON of its own": _json_by_its_own_checkpointer,
     "JSON alone": lambda path: _by(ocp.JsonCheckpointHandler(), path, ocp.args.JsonSave(NOTES)),
+    "JSON, key": lambda path: [BASES["JSON alone"](path), (path / "jax_random_key").mkdir()],
     "v1": lambda path: ocp_v1.save(path, TREE),
     "v1, items": lambda path: ocp_v1.save_checkpointables(path, {"params": EMA, "state": TREE}),
     "v1, JSON": _v1_json,
@@ -589,7 +590,7 @@ def values() -> dict[str, dict[str, Any]]:
         "manager, an item of its own": {"this": {"ema": EMA, "state": TREE}},
         "manager, JSON": noted,
         "JSON of its own": noted,
-        "JSON alone": {"this": NOTES},
+        **dict.fromkeys(("JSON alone", "JSON, key"), {"this": NOTES}),
         "v1, JSON": {
             "this": {"notes": NOTES, "state": TREE},
             "tree": TREE,

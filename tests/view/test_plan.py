@@ -65,6 +65,16 @@ def test_every_target_leaf_is_told(saved: str, flag: bool, tmp_path: Path) -> No
     assert sorted(below) == ["params/dense/bias", "params/dense/kernel"] and below["params/dense/bias"].shape == (3,)
 
 
+def test_a_stored_container_without_leaves(tmp_path: Path) -> None:
+    """It takes the place of an array if told to, and has a row."""
+    checkpoints.save_checkpoint(tmp_path, {"m": {}, "a": np.ones(2)}, 1)
+    target = {"m": np.ones(3), "a": np.ones(2)}
+    leaves = by_path(plan_restore(tmp_path, target, kind_mismatch="ignore"))
+    assert {path: (leaf.origin, leaf.shape) for path, leaf in leaves.items()} == {
+        "m": ("checkpoint", None), "a": ("checkpoint", (2,))
+    }  # fmt: skip
+
+
 def test_what_is_missing(saved: str, tmp_path: Path) -> None:
     """Missing leaves are those for which the restore raises; the policy keep and {} make them the target's."""
     plan = plan_restore(tmp_path, TARGET)

@@ -12,12 +12,13 @@ import functools
 import os
 import platform
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, translated
 from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 
@@ -54,6 +55,17 @@ def temporary_path(path: str, role: str = "new") -> str:
 def staging_path(path: str) -> str:
     """Return a `temporary_path` for writers that refuse names with Orbax's temporary suffix."""
     return temporary_path(path).replace(TEMPORARY + ARRAYS_POSTFIX, _STAGED + ARRAYS_POSTFIX)
+
+
+def own_folder() -> str:
+    """Return this user's folder for what is sent to stores."""
+    folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
+    with translated(folder):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        is_own = not os.path.islink(folder) and os.stat(folder).st_uid == os.getuid()
+    if not is_own:
+        raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
+    return folder
 
 
 @functools.cache

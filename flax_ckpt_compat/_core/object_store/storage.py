@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from typing import Self
 
 from flax_ckpt_compat._core.byte_reads import Source
-from flax_ckpt_compat._core.errors import StorageError, not_found, translated
+from flax_ckpt_compat._core.errors import StorageError, not_found
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.commit import Upload, client_for, is_unfinished
@@ -87,6 +85,10 @@ class ObjectLocation(Location):
             raise not_found(self.path)
         return found.size
 
+    def total_size(self) -> int:  # of a folder also where an object hides it
+        found = self._inside().values() or [self._file()]
+        return sum(one.size for one in found if one is not None)
+
     def identity(self) -> None:
         return None
 
@@ -137,13 +139,7 @@ class ObjectLocation(Location):
 
     def temporary_path(self) -> str:
         """Return a path in this user's folder for temporary files, and remove those of dead writers."""
-        folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
-        with translated(folder):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            status = os.lstat(folder)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
-        atomic.remove_stale(folder)
+        atomic.remove_stale(folder := temporaries.own_folder())
         return temporaries.temporary_path(os.path.join(folder, self.name))
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
