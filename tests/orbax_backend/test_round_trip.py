@@ -19,11 +19,11 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Container
-from tests.support.orbax_trees import BACKEND, branches, change_metadata, load, save
+from tests.support.orbax_trees import BACKEND, change_metadata, load, save
 from tests.support.peers import needs
 from tests.support.profiles import examples
 from tests.support.saves import new_folder
-from tests.support.trees import fingerprint, state_dicts
+from tests.support.trees import fingerprint, state_dicts, to_branches
 
 Empty = namedtuple("Empty", "")
 SCALARS = [
@@ -67,7 +67,7 @@ def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
 def test_an_empty_tree_round_trips(tmp_path: Path, tree: Any) -> None:
     """Nothing at all is stored as what it was, in a directory that its `_METADATA` gives away."""
     path = save(tmp_path / "c", tree)
-    node, expected = BACKEND.open(location_of(path)).tree, branches(tree)
+    node, expected = BACKEND.open(location_of(path)).tree, to_branches(tree)
     assert node == expected
     assert (tmp_path / "c" / "_METADATA").is_file()
 
@@ -205,7 +205,7 @@ def test_a_key_longer_than_the_index_takes(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_refused_as_a_name() -> None:
     """It has no UTF-8 form."""
     with pytest.raises(UnsupportedLeafError, match="surrogate"):
-        BACKEND.prepare(branches({"a\ud800": 1}))
+        BACKEND.prepare(to_branches({"a\ud800": 1}))
 
 
 def test_texts_lie_where_real_orbax_looks(tmp_path: Path) -> None:

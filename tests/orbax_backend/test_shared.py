@@ -26,12 +26,12 @@ from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOption
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.tree import KeyData
 from tests.multiprocess import jobs
-from tests.support.orbax_trees import BACKEND, branches, handles, load
+from tests.support.orbax_trees import BACKEND, handles, load
 from tests.support.peers import needs, ocp_v1, pytree_handler
 from tests.support.saves import around
 from tests.support.spread import half
 from tests.support.team import team_of
-from tests.support.trees import fingerprint
+from tests.support.trees import fingerprint, to_branches
 
 PLAIN = {
     "np": np.arange(70.0).reshape(7, 10), "step": 7, "rate": 1e-3, "name": "héllo", "none": None,
@@ -198,7 +198,7 @@ def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
 def write_part(path: Path, tree: Any, index: int = 0, count: int = 2) -> ProcessSave:
     """One process's part of a save, up to its merging."""
     process = ProcessInfo(index, count)
-    save = ProcessSave(str(path), BACKEND.prepare(branches(tree), process), WriteOptions(), process)
+    save = ProcessSave(str(path), BACKEND.prepare(to_branches(tree), process), WriteOptions(), process)
     if index == 0:
         BACKEND.begin_multiprocess(save)
     BACKEND.write_process_part(save)

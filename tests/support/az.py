@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from tests.support import servers
@@ -85,10 +85,8 @@ def serving() -> Iterator[AzProxy]:
     port = servers.free_port()
     command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     command += ["--skipApiVersionCheck", "--disableTelemetry"]
-    with servers.serving(command, port, stdin=subprocess.DEVNULL):
-        proxy = AzProxy(port)
+    with servers.serving(command, port, stdin=subprocess.DEVNULL), closing(AzProxy(port)) as proxy:
         yield proxy
-        proxy.close()
 
 
 def new_bucket(proxy: AzProxy) -> AzBucket:

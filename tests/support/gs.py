@@ -14,7 +14,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from tests.support import servers
@@ -171,10 +171,8 @@ def serving() -> Iterator[GsProxy]:
     port = servers.free_port()
     at = ["-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]
     command = [_binary(), "-scheme", "http", "-host", "127.0.0.1", "-backend", "memory", *at]
-    with servers.serving(command, port, stdin=subprocess.PIPE):
-        proxy = GsProxy(port)
+    with servers.serving(command, port, stdin=subprocess.PIPE), closing(GsProxy(port)) as proxy:
         yield proxy
-        proxy.close()
 
 
 def new_bucket(proxy: GsProxy) -> GsBucket:

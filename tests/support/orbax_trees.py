@@ -11,33 +11,17 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
+from flax_ckpt_compat._core.tree import KeyData, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
-from tests.support.trees import read_whole
+from tests.support.trees import read_whole, to_branches
 
 BACKEND = backend_for(Format.ORBAX)
 load = functools.partial(read_whole, BACKEND)
 
 
-def branches(tree: Any) -> Node:
-    """A tree of dicts, lists, tuples and namedtuples as the neutral tree; typed keys are taken apart."""
-    if isinstance(tree, dict):
-        children = {str(key): branches(value) for key, value in tree.items()}
-        return Branch(children, Container.DICT, frozenset(str(key) for key in tree if isinstance(key, int)))
-    if hasattr(tree, "_fields"):
-        return Branch({name: branches(getattr(tree, name)) for name in tree._fields}, Container.NAMEDTUPLE)
-    if isinstance(tree, list | tuple):
-        children = {str(index): branches(value) for index, value in enumerate(tree)}
-        return Branch(children, Container.LIST if isinstance(tree, list) else Container.TUPLE)
-    if isinstance(tree, jax.Array) and jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
-        name = str(jax.random.key_impl(tree))
-        return KeyData({"fry": "threefry2x32", "urbg": "unsafe_rbg"}.get(name, name), jax.random.key_data(tree))
-    return tree
-
-
 def save(path: Any, tree: Any, compression: str | None = None) -> str:
     """Writes a plain tree with our writer and returns the path as text."""
-    node = branches(tree)
+    node = to_branches(tree)
     BACKEND.write(str(path), BACKEND.prepare(node), WriteOptions(compression))
     return str(path)
 
@@ -71,7 +55,7 @@ def on_host(tree: Any) -> Any:
         return {key: on_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
         return type(tree)(on_host(value) for value in tree)
-    node = branches(tree)
+    node = to_branches(tree)
     if isinstance(node, KeyData):
         return KeyData(node.impl, np.asarray(node.data))
     return np.asarray(node) if isinstance(node, jax.Array) else node

@@ -11,7 +11,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -305,12 +305,9 @@ class Bucket(Folders):
         self._ask("DELETE", f"/{urllib.parse.quote(key)}")
 
 
-@contextmanager
-def serving() -> Iterator[Proxy]:
+def serving() -> closing[Proxy]:
     """A store behind a proxy."""
-    proxy = Proxy(moto)
-    yield proxy
-    proxy.close()
+    return closing(Proxy(moto))
 
 
 def new_bucket(proxy: Proxy) -> Bucket:

@@ -5,6 +5,7 @@ import math
 import struct
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
@@ -88,10 +89,19 @@ def state_dicts() -> st.SearchStrategy[Any]:
 
 
 def to_branches(tree: Any) -> Any:
-    """A plain dict as the neutral tree."""
-    if not isinstance(tree, dict):
-        return tree
-    return Branch({name: to_branches(child) for name, child in tree.items()})
+    """A tree of dicts, lists, tuples and namedtuples as the neutral tree; typed keys are taken apart."""
+    if isinstance(tree, dict):
+        children = {str(key): to_branches(value) for key, value in tree.items()}
+        return Branch(children, Container.DICT, frozenset(str(key) for key in tree if isinstance(key, int)))
+    if hasattr(tree, "_fields"):
+        return Branch({name: to_branches(getattr(tree, name)) for name in tree._fields}, Container.NAMEDTUPLE)
+    if isinstance(tree, list | tuple):
+        children = {str(index): to_branches(value) for index, value in enumerate(tree)}
+        return Branch(children, Container.LIST if isinstance(tree, list) else Container.TUPLE)
+    if isinstance(tree, jax.Array) and jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
+        name = str(jax.random.key_impl(tree))
+        return KeyData({"fry": "threefry2x32", "urbg": "unsafe_rbg"}.get(name, name), jax.random.key_data(tree))
+    return tree
 
 
 def read_whole(backend: Any, path: Any, *, verify: bool = False) -> Any:
