@@ -65,12 +65,9 @@ class Raw:
 
     def save(self, directory: str, tree: Bytes) -> None:
         """Writes and syncs a file and its directory."""
-        descriptor = os.open(os.path.join(directory, "raw"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            self._each_part(memoryview(tree), lambda part, start: os.pwrite(descriptor, part, start))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(os.path.join(directory, "raw"), "xb", buffering=0) as file:
+            self._each_part(memoryview(tree), lambda part, start: os.pwrite(file.fileno(), part, start))
+            os.fsync(file)
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -79,13 +76,9 @@ class Raw:
 
     def restore(self, directory: str, target: Any) -> Bytes:
         """Reads a file into memory that no one has touched yet; a target says nothing to it."""
-        path = os.path.join(directory, "raw")
-        data = np.empty(os.path.getsize(path), np.uint8)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            self._each_part(memoryview(data), lambda part, start: os.preadv(descriptor, [part], start))
-        finally:
-            os.close(descriptor)
+        with open(os.path.join(directory, "raw"), "rb", buffering=0) as file:
+            data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+            self._each_part(memoryview(data), lambda part, start: os.preadv(file.fileno(), [part], start))
         return data
 
     def _each_part(self, data: memoryview, move: Callable[[memoryview, int], int]) -> None:
