@@ -308,7 +308,6 @@ def test_bits_that_numpy_does_not_show(tmp_path: Path) -> None:
 def test_chunks_at_the_edge(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of arrays above 2 GiB, here 1 MiB: zarr stores them whole, with zeros behind the array's bytes."""
     monkeypatch.setattr(zarr, "_PLAIN_CHUNK_BYTES", 1 << 20)
-    monkeypatch.setattr(ocdbt_writer, "form_of", ocdbt_writer.form_of.__wrapped__)
     array = RNG.standard_normal(shape)
     path = saved(tmp_path / "c", {"a": array})
     assert_same(fcc.restore(path), {"a": array})
@@ -330,7 +329,6 @@ def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tree = {"a": RNG.integers(1, 99, (5, 7, 11), np.uint8), "zeros": np.zeros(9000)}  # a codec makes them small
     monkeypatch.setattr(zarr, "chunk_shape", lambda shape, *_: [3, 4, 11] if len(shape) == 3 else [9000])
     monkeypatch.setattr(ocdbt_writer, "_COPY_BELOW_BYTES", 0)
-    monkeypatch.setattr(ocdbt_writer, "form_of", ocdbt_writer.form_of.__wrapped__)
     path = saved(tmp_path / "c", tree, compression=compression)
     store = database(path)
     if compression is None:
@@ -401,7 +399,6 @@ def test_a_flipped_bit_is_an_error_that_names_leaf_and_chunk(
 def test_parts_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns of an array of several chunks, whose last is padded; a part next to damage is an error."""
     monkeypatch.setattr("flax_ckpt_compat.orbax_backend.zarr._SPLIT_CHUNK_BYTES", 512 << 10)
-    monkeypatch.setattr(ocdbt_writer, "form_of", ocdbt_writer.form_of.__wrapped__)
     path = save(tmp_path / "c", {"w": ROWS}, "crc32c")
     assert stored_metadata(path, "w")["chunk_grid"]["configuration"]["chunk_shape"] == [251, 300]
     (handle,) = handles(path).values()

@@ -590,7 +590,7 @@ def values() -> dict[str, dict[str, Any]]:
         "manager, an item of its own": {"this": {"ema": EMA, "state": TREE}},
         "manager, JSON": noted,
         "JSON of its own": noted,
-        **dict.fromkeys(("JSON alone", "JSON, key"), {"this": NOTES}),
+        **{kind: {"this": NOTES} for kind in ("JSON alone", "JSON, key")},
         "v1, JSON": {
             "this": {"notes": NOTES, "state": TREE},
             "tree": TREE,
