@@ -201,7 +201,7 @@ def finish(save: ProcessSave) -> None:
         raise StorageError(message + "tree, and into a directory that they share?", path=folder)
     if upload is None:
         in_parallel(sync_directory, [inner for inner, _, _ in os.walk(folder)], _THREADS)
-    elif upload.needs_commit_file:  # real Flax and jax look for the file before they read arrays
+    elif upload.client.needs_commit_file:  # real Flax and jax look for the file before they read arrays
         upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.storage import Location as Location
+from flax_ckpt_compat._core.urls import normal_url
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
@@ -21,9 +22,10 @@ def location_of(path: object, what: str = "path") -> Location:
         return path
     text = as_text(path, what)
     if is_url(text):
-        from flax_ckpt_compat._core.object_store.storage import ObjectLocation  # here, because few programs need it
+        from flax_ckpt_compat._core.object_store import commit, storage  # here, because few programs need them
 
-        return ObjectLocation.of(text)
+        commit.client_for(url := normal_url(text))  # raises for a scheme that nothing reaches
+        return storage.ObjectLocation(url)
     try:
         return Location(os.path.abspath(local(text)))
     except FileNotFoundError as error:  # of the working directory

@@ -1,12 +1,10 @@
-"""Write texts of messages: escape untrusted names, format sizes and rows, shorten lists of names, suggest similar ones.
+"""Write texts of messages: escape untrusted names, format sizes and rows, shorten lists of names.
 
 Names may hold escape sequences of terminals or lines of a log: all messages, records and output pass through here."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import heapq
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -18,8 +16,6 @@ _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 MAX_SHOWN = 20
 _NUMBER = re.compile(r"(\d{1,15})", re.ASCII)  # Python refuses to convert thousands of digits
 _MAX_RUNS = 6
-_MAX_COMPARED = 40  # names: difflib is slow, so of more those that share the most pairs of letters
-_AKIN = 0.6  # as attn and attention; encoder and Dense_0 are less alike
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
@@ -135,36 +131,6 @@ def _set(numbers: Iterable[str]) -> str:
     if len(words) > _MAX_RUNS:
         words = [*words[: _MAX_RUNS - 2], "…", words[-1]]
     return f"{{{','.join(words)}}}"
-
-
-def nearest(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return at most two names that are akin to a key path where they differ; with its last part if any name has it."""
-    ours, paths = wanted.split("/"), {name: name.split("/") for name in names}
-    found = [name for name, path in paths.items() if path[-1] == ours[-1]] or [
-        # An item of a list is like no other name.
-        name
-        for name, path in paths.items()
-        if path[-1].isdecimal() or not ours[-1].isdecimal()
-    ]
-    pairs = set(map(str.__add__, wanted, wanted[1:]))
-    shared = {name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1) for name in found}
-    found = heapq.nlargest(_MAX_COMPARED, found, key=shared.__getitem__)
-    akin = [name for name in found if _are_akin(ours, paths[name])]
-    return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
-
-
-def _are_akin(ours: list[str], theirs: list[str]) -> bool:
-    """Return whether two key paths, or their ends, differ in the first name or else little: misspelt, a level more."""
-    least = min(len(ours), len(theirs))
-    if least > 2 and ours[1:] == theirs[1:]:
-        return True
-    for left, right in ((ours[:], theirs[:]), (ours[-least:], theirs[-least:])):
-        for end in (0, -1):
-            while left and right and left[end] == right[end]:
-                del left[end], right[end]
-        if not left or not right or difflib.SequenceMatcher(None, "/".join(left), "/".join(right)).ratio() >= _AKIN:
-            return True
-    return False
 
 
 def _escape(record: logging.LogRecord) -> bool:

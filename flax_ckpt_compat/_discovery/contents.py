@@ -326,8 +326,8 @@ def _described(path: Location, names: set[str]) -> Contents:
     if flat and (part := orbax_directory.missing_part(path, names, flat)):
         kind = Layout.JSON if "Json" in flat else Layout.TREE
         return described(f"{part} {orbax_directory.RECORDED}", kind)
-    kind, has_keys = orbax_directory.kind_of_handler(flat), not names.isdisjoint(orbax_directory.RANDOM_KEYS)
-    is_known = kind is ItemKind.JSON or (kind is ItemKind.KEY) == has_keys
+    recorded, has_keys = orbax_directory.kind_of_handler(flat), not names.isdisjoint(orbax_directory.RANDOM_KEYS)
+    is_known = recorded is ItemKind.JSON or (recorded is ItemKind.KEY) == has_keys
     if is_known and (item := orbax_directory.item_of(path, names, flat)):
         return described("", Layout.TREE if item.format else Layout.JSON, {"": item})
     if not flat and ((items := orbax_directory.items_in(path, names, handlers)) or handlers):

@@ -11,12 +11,12 @@ import numpy as np
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.numbered_names import numbered
-from flax_ckpt_compat._core.text_formatting import Row, fold, listed, literal, nearest, one_line, printable, shown
+from flax_ckpt_compat._core.text_formatting import Row, fold, listed, literal, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import is_array, is_key, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import is_array, is_key, nearest, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
 _MAX_TOPS = 4

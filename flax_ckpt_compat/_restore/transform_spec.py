@@ -15,12 +15,12 @@ import jax
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
-from flax_ckpt_compat._core.text_formatting import nearest, one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, nearest
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, names
 from flax_ckpt_compat.transforms import restore_args

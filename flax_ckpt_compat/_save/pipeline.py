@@ -24,6 +24,7 @@ from flax_ckpt_compat._core.errors import StorageError, writing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.object_store import commit as uploads
 from flax_ckpt_compat._core.progress import Stopwatch
 from flax_ckpt_compat._core.storage import Listing
@@ -145,7 +146,10 @@ class _OwnSave:
         _warn_of_more_leaves(request.path, own["leaves"], reports)
         validation.check(request)
         request.directory.prepare_directory()
-        upload = uploads.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
+        upload = None
+        if request.location.is_remote:
+            upload = uploads.Upload(request.path, request.path + ARRAYS_POSTFIX if self.backend.uses_gda_folder else "")
+            upload.begin()
         self.part = dataclasses.replace(self.part, upload=upload)
         try:
             with self._writing():
@@ -189,15 +193,14 @@ class _OwnSave:
             if failed is not None:
                 raise failed
             with self._writing():
+                check_active = part.upload.check_active if part.upload is not None else lambda: None
                 try:
                     self.backend.write_process_part(part)
                 except Exception:
                     with suppress(StorageError):  # what it sent too late goes all the same
-                        if part.upload is not None:
-                            part.upload.check_active()
+                        check_active()
                     raise
-                if part.upload is not None:
-                    part.upload.check_active()
+                check_active()
 
         with meter.reporting():
             if meter.is_on:
@@ -241,8 +244,7 @@ def _own_nbytes(tree: Node, writers: Mapping[Path, int] = {}, process: int = 0) 
             shards = array.shards if isinstance(array, HostCopy) else array.addressable_shards
             found += sum(shard.data.nbytes for shard in shards if getattr(shard, "replica_id", 0) == 0)
         elif writers.get(path, 0) == process:
-            nbytes = getattr(array.data if isinstance(array, KeyData) else array, "nbytes", 0)
-            found += nbytes if isinstance(nbytes, int) else 0
+            found += getattr(array, "nbytes", 0)
     return found
 
 
@@ -315,7 +317,7 @@ def _checksum(path: Path) -> int:
 
 def _spans_processes(array: Any) -> bool:
     """Return whether each process writes its own shards of an array."""
-    sharding = getattr(array, "sharding", None) if isinstance(array, jax.Array | HostCopy) else None
+    sharding = getattr(array, "sharding", None) if isinstance(array, (jax.Array, HostCopy)) else None
     return sharding is not None and not sharding.is_fully_addressable
 
 

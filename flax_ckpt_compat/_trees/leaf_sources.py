@@ -1,16 +1,22 @@
-"""Define the sources of target leaves: derived from stored leaves, or the target's own."""
+"""Define the sources of target leaves: derived from stored leaves, or the target's own; find leaves of like names."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.text_formatting import printable
+
+_MAX_COMPARED = 40  # names: difflib is slow, so of more those that share the most pairs of letters
+_AKIN = 0.6  # as attn and attention; encoder and Dense_0 are less alike
 
 
 class Own(enum.Enum):
@@ -99,3 +105,33 @@ def slice_leaf(leaf: Any, index: tuple[slice, ...]) -> ArraySlice | Derived:
         return ArraySlice(leaf, index)
     shape = tuple(side.stop - side.start for side in index)
     return Derived((leaf,), lambda value: value[index], shape, leaf.dtype, "a part")
+
+
+def nearest(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return at most two names that are akin to a key path where they differ; with its last part if any name has it."""
+    ours, paths = wanted.split("/"), {name: name.split("/") for name in names}
+    found = [name for name, path in paths.items() if path[-1] == ours[-1]] or [
+        # An item of a list is like no other name.
+        name
+        for name, path in paths.items()
+        if path[-1].isdecimal() or not ours[-1].isdecimal()
+    ]
+    pairs = set(map(str.__add__, wanted, wanted[1:]))
+    shared = {name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1) for name in found}
+    found = heapq.nlargest(_MAX_COMPARED, found, key=shared.__getitem__)
+    akin = [name for name in found if _are_akin(ours, paths[name])]
+    return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
+
+
+def _are_akin(ours: list[str], theirs: list[str]) -> bool:
+    """Return whether two key paths, or their ends, differ in the first name or else little: misspelt, a level more."""
+    least = min(len(ours), len(theirs))
+    if least > 2 and ours[1:] == theirs[1:]:
+        return True
+    for left, right in ((ours[:], theirs[:]), (ours[-least:], theirs[-least:])):
+        for end in (0, -1):
+            while left and right and left[end] == right[end]:
+                del left[end], right[end]
+        if not left or not right or difflib.SequenceMatcher(None, "/".join(left), "/".join(right)).ratio() >= _AKIN:
+            return True
+    return False

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import arguments, memory
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.text_formatting import MAX_SHOWN, Row, listed, nearest, printable
+from flax_ckpt_compat._core.text_formatting import MAX_SHOWN, Row, listed, printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout
@@ -21,6 +21,7 @@ from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._restore.plan import item_name
 from flax_ckpt_compat._trees import depth, state_dict
+from flax_ckpt_compat._trees.leaf_sources import nearest
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.report import Report, _Shown
 

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.text_formatting import literal, nearest, one_line
+from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, show_path
+from flax_ckpt_compat._trees.leaf_sources import nearest
 
 # Global flags, which Python requires at the beginning of an expression.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint, plan_restore, restore
-from flax_ckpt_compat._core.text_formatting import Row, fold, nearest, one_line, printable, shown
+from flax_ckpt_compat._core.text_formatting import Row, fold, one_line, printable, shown
+from flax_ckpt_compat._trees.leaf_sources import nearest
 from flax_ckpt_compat.cli import main
 
 EVIL = "w\x1b[2J\x9b31m\u202e\nERROR all is lost\r"

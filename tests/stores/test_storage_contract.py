@@ -327,12 +327,12 @@ class TestCommits:
         target = root / "c_1"
         if root.path.startswith("shelf://"):
             with pytest.raises(StorageError, match="several processes cannot save"):
-                uploads.begin(target, in_gda_folder=False)
+                uploads.Upload(target.path).begin()
             return
-        begun = uploads.begin(target, in_gda_folder=False)
-        assert (begun is not None) == root.is_remote
-        if begun is None:
+        if not root.is_remote:
             return
+        begun = uploads.Upload(target.path)
+        begun.begin()
         upload = uploads.Upload(begun.url, begun.folder, begun.marker) if joined else begun
         part = f"d{upload.tag}/x"
         write(str(tmp_path / "here"), {part: b"1", f"d{upload.tag}/last": b"2"})

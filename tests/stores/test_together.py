@@ -201,8 +201,8 @@ def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy])
 def test_a_commit_that_loses_late(bucket: Bucket) -> None:
     """What it leaves counts as nothing, also once the other writer has given up: it is no copy from a disk."""
     target = location_of(f"{bucket.url}/run/checkpoint_1")
-    upload = uploads.begin(target, in_gda_folder=False)
-    assert upload is not None
+    upload = uploads.Upload(target.path)
+    upload.begin()
     upload.write(f"ocdbt.process_0{upload.tag}/d/1", b"")
     staged, other = Path(target.temporary_path()), f"run/checkpoint_1/{layout.BEGUN}.{2**40}.{'0' * 32}"
     temporaries.create_directory(str(staged))

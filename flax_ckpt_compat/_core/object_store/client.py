@@ -10,7 +10,6 @@ import errno
 import importlib
 import io
 import os
-import posixpath
 import re
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -20,12 +19,12 @@ from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import StorageError, is_of_handler, not_found
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
+from flax_ckpt_compat._core.urls import split_url
 
 ABSENT = ""  # the version of an object that is not there
 EXPIRES_AFTER = 24 * 3600  # s; then a writer without a commit counts as dead
 PART_BYTES = 32 * 2**20  # of a large object, sent by one connection
 _Answer = TypeVar("_Answer")
-_REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 
 class ConflictError(StorageError):
@@ -43,28 +42,9 @@ def imported(url: str, package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        scheme = split(url)[0]
-        message = f"{url}: {scheme}:// needs the package {package}: pip install {package}"
-        extra = "gcs" if scheme == "gs" else scheme
-        raise StorageError(f"{message}, or this package with its extra `{extra}`", path=url) from error
-
-
-def split(url: str) -> tuple[str, str, str]:
-    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    if not bucket:
-        raise StorageError(f"{url} names no bucket; write {scheme.lower()}://bucket/folder", path=url)
-    return scheme.lower(), bucket, key
-
-
-def normal(url: str) -> str:
-    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes."""
-    scheme, bucket, key = split(url)
-    if found := _REFUSED.search(url):
-        message = f"{url!a} has the character {found[0]!a}, with which stores take no name, or change it; leave it out"
-        raise StorageError(message, path=url)
-    return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
+        scheme = split_url(url)[0]
+        message = f"{url}: {scheme}:// needs the package {package}: pip install {package}, or this package with its"
+        raise StorageError(f"{message} extra `{scheme.replace('gs', 'gcs')}`", path=url) from error
 
 
 class Key(NamedTuple):
@@ -109,7 +89,7 @@ class Client:
 
     def list(self, url: str) -> dict[str, Stat]:
         """Return all objects below a folder by their names relative to it, in order."""
-        prefix = split(f"{url}/")[2]
+        prefix = split_url(f"{url}/")[2]
         found = self._run(url, "listed", self._list, prefix)
         names = {name[len(prefix) :]: stat for name, stat in sorted(found.items())}
         # Consoles and tools create an empty object for a folder. Keys with . or .. would reach other objects.
@@ -122,7 +102,7 @@ class Client:
     def find(self, url: str) -> Stat | None:
         """Return size and version of an object, or None."""
         with suppress(FileNotFoundError):
-            return self._run(url, "found", self._stat) if split(url)[2] else None
+            return self._run(url, "found", self._stat) if split_url(url)[2] else None
         return None
 
     def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
@@ -180,7 +160,7 @@ class Client:
         if status in _CONFLICTS:
             return replaced(url)
         if re.search(_NO_BUCKET, f"{type(error).__name__}: {error}") or (status == _MISSING and doing == "listed"):
-            remedy = f"there is no bucket {split(url)[1]!r}, or not at this endpoint: create it, or correct the URL"
+            remedy = f"there is no bucket {split_url(url)[1]!r}, or not at this endpoint: create it, or correct the URL"
             return self.failure(error, url, doing, remedy)
         return not_found(url) if status == _MISSING else self.failure(error, url, doing)
 
@@ -197,9 +177,7 @@ class Client:
         """Refuse saves to a folder of a store that is only read."""
 
     def stale_parts(self, url: str, abort: Collection[str] = ()) -> Collection[str]:  # noqa: ARG002
-        """Return the names in a folder to which dead writers sent parts that are no object yet; delete those of some.
-
-        Most stores have none."""
+        """Return the names in a folder to which dead writers sent parts that are no object yet; delete some."""
         return []
 
     def _run(
@@ -208,7 +186,7 @@ class Client:
         """Run a coroutine with the `Key` of a URL, once more where credentials have expired."""
         for is_last in (False, True):
             try:
-                key = Key(self._store(url), *split(url)[1:])
+                key = Key(self._store(url), *split_url(url)[1:])
                 future = asyncio.run_coroutine_threadsafe(request(key, *args, **more), key.store.loop)
                 try:
                     return future.result()

@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, PART_BYTES, Client, Key, split
+from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, PART_BYTES, Client, Key
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.urls import split_url
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10, 30  # without a byte, before a request is tried again
 _TRIES, _CONNECTIONS = 8, 64
@@ -25,11 +26,6 @@ _MOST_PARTS = 10_000  # of an object of S3
 _ANY_REGION = "us-east-1"  # servers of others have no regions, but requests are signed with one
 _FIELDS = "name,size,generation,crc32c"  # of Google's API
 _IN_TIME = {"connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}  # of Azure's
-
-
-def _variable(*names: str) -> str | None:
-    """Return the first of some environment variables that is set."""
-    return next(filter(None, map(os.environ.get, names)), None)
 
 
 def _byte_range(start: int, stop: int | None) -> dict[str, str]:
@@ -51,9 +47,9 @@ class S3Client(Client):
         session = AioSession()
         # Lists have a time for each object, which takes longer to parse than all else of them.
         session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-        region = _variable("AWS_REGION", "AWS_DEFAULT_REGION")
-        if region is None and _variable("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-            region = _ANY_REGION
+        known = os.environ.get
+        endpoint = known("AWS_ENDPOINT_URL_S3") or known("AWS_ENDPOINT_URL")
+        region = known("AWS_REGION") or known("AWS_DEFAULT_REGION") or (_ANY_REGION if endpoint else None)
         return s3fs.S3FileSystem(
             session=session,
             anon=botocore.session.get_session().get_credentials() is None,
@@ -128,13 +124,13 @@ class S3Client(Client):
             raise
 
     def _send(self, url: str, operation: str, version: str | None = None, **arguments: Any) -> Any:
-        return self._run(url, "written", self._ask, operation, version, Key=split(url)[2], **arguments)
+        return self._run(url, "written", self._ask, operation, version, Key=split_url(url)[2], **arguments)
 
     async def _delete(self, key: Key, version: str | None) -> None:
         await self._ask(key, "delete_object", version, Key=key.name)
 
     def stale_parts(self, url: str, abort: Collection[str] = ()) -> Collection[str]:
-        found, prefix = [], split(f"{url}/")[2]
+        found, prefix = [], split_url(f"{url}/")[2]
         answer = self._run(url, "listed", self._ask, "list_multipart_uploads", Prefix=prefix)
         for one in answer.get("Uploads", ()):
             if time.time() - datetime.datetime.fromisoformat(one["Initiated"]).timestamp() > EXPIRES_AFTER:
@@ -156,7 +152,7 @@ class GsClient(Client):
         from gcsfs.core import GCSFileSystem  # the plain one: another looks for folders of its own
         from google.oauth2.credentials import Credentials
 
-        token, endpoint = _variable("GOOGLE_AUTH_TOKEN_FOR_TESTING"), _variable("TENSORSTORE_GCS_HTTP_URL")
+        token, endpoint = map(os.environ.get, ("GOOGLE_AUTH_TOKEN_FOR_TESTING", "TENSORSTORE_GCS_HTTP_URL"))
         return GCSFileSystem(
             token=Credentials(token) if token else None,  # type: ignore[no-untyped-call]
             endpoint_url=endpoint.rstrip("/") if endpoint else None,

@@ -33,13 +33,14 @@ from pathlib import Path
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError, split
+from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError
 from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Client
 from flax_ckpt_compat._core.object_store.other_stores import EpathClient, HubClient, is_known
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Location, Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.urls import split_url
 
 _log = logging.getLogger("flax_ckpt_compat")
 _AT_ONCE = 16
@@ -58,17 +59,16 @@ _EPATH = EpathClient()
 
 def client_for(url: str) -> Client:
     """Return the client of a URL's scheme."""
-    scheme = split(url)[0]
+    scheme = split_url(url)[0]
     if scheme not in CLIENTS and not is_known(scheme):
         known = "s3://, gs://, az:// and hf:// URLs, those of path classes registered with epath, and local paths"
         raise StorageError(f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used", path=url)
     return CLIENTS.get(scheme, _EPATH)
 
 
-def is_unfinished(names: Iterable[str]) -> bool:
+def is_unfinished(names: Collection[str]) -> bool:
     """Return whether a folder with these names has a marker of ours and no commit file."""
-    there = set(names)
-    return COMMIT_FILE not in there and any(map(is_upload_marker, there))
+    return COMMIT_FILE not in names and any(map(is_upload_marker, names))
 
 
 def last_marker(names: Iterable[str]) -> str:
@@ -255,30 +255,31 @@ class Upload:
 
     def __init__(self, url: str, folder: str = "", marker: str = ""):
         """Take the name of the marker if process 0 has begun the save."""
-        self.url, self.folder, self.marker, self._client = url, folder or url, marker, client_for(url)
-        # Real Flax, and jax, look for ``commit_success.txt`` before they read arrays.
-        self.needs_commit_file = self._client.needs_commit_file
+        self.url, self.folder, self.marker, self.client = url, folder or url, marker, client_for(url)
         self._expected: dict[str, str] = {}  # name of a file that other saves have, too → version that is there
         self._has_begun = False  # such files may be there, or those of another save are gone
 
-    def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
-        """Write the marker, with the names of the data; with ``new``, only where no checkpoint is."""
-        found = self._client.list(self.folder)
-        is_there, needs_it = COMMIT_FILE in found, self.needs_commit_file
+    def begin(self, *, new: bool = False, data: Collection[str] | None = None) -> None:
+        """Write the marker, with the names of the data, of one process; with ``new``, only where no checkpoint is."""
+        if data is None and not self.client.shares_names:
+            why = "several processes cannot save one checkpoint to this store, which has no conditional writes"
+            raise StorageError(f"{self.url}: {why}; save to a shared disk, s3:// or gs:// and copy that", path=self.url)
+        found = self.client.list(self.folder)
+        is_there, needs_it = COMMIT_FILE in found, self.client.needs_commit_file
         is_copy = bool(found) and not (is_there or needs_it or is_unfinished(found))  # of a local checkpoint
         if new and (is_there or is_copy):
             raise lost(self.url)
         if is_copy and not self.folder.endswith(ARRAYS_POSTFIX):  # it would be unfinished beside a marker
             with suppress(ConflictError):
                 self._put_commit_file(ABSENT)
-        if not self._client.shares_names:
-            self._client.delete(self.folder)
+        if not self.client.shares_names:
+            self.client.delete(self.folder)
         self.marker = new_marker(max(int(time.time()), time_of(last_marker(found)) + 1))
-        self.write(self.marker, "\n".join(data).encode())
+        self.write(self.marker, "\n".join(data or ()).encode())
 
     def _put_commit_file(self, version: str) -> None:
         text = _COMMITTED.format(self.marker or uuid.uuid4().hex)
-        self._expected[COMMIT_FILE] = self._client.put(f"{self.folder}/{COMMIT_FILE}", text.encode(), version)
+        self._expected[COMMIT_FILE] = self.client.put(f"{self.folder}/{COMMIT_FILE}", text.encode(), version)
 
     # What each of several processes does.
 
@@ -289,26 +290,26 @@ class Upload:
 
     def written(self) -> list[str]:
         """List what the processes have written so far, relative to the folder."""
-        return list(filter(self._is_part, self._client.list(self.folder)))
+        return list(filter(self._is_part, self.client.list(self.folder)))
 
     def _is_part(self, key: str) -> bool:
         return f".{tag_of(key)}" == self.tag and key != self.marker
 
     def write(self, name: str, data: bytes) -> None:
         """Write one file below the folder."""
-        self._client.put(f"{self.folder}/{name}", data)
+        self.client.put(f"{self.folder}/{name}", data)
 
     def send(self, directory: str, names: Collection[str], meter: Meter = OFF) -> None:
         """Upload local files under the same names."""
 
         def put(name: str) -> None:
-            self._client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
+            self.client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
 
         in_parallel(put, names, _AT_ONCE)
 
     def check_active(self) -> None:
         """Raise ConcurrentWriteError, after removing what was sent too late, if process 0 has aborted the save."""
-        if self._client.find(f"{self.folder}/{self.marker}") is None:
+        if self.client.find(f"{self.folder}/{self.marker}") is None:
             self.abort()
             message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
             raise ConcurrentWriteError(message, path=self.url)
@@ -316,7 +317,7 @@ class Upload:
     def _delete_marker(self) -> None:
         """Delete the marker, if that is permitted: without it the save is as complete as with it."""
         with harmless(self.url, "what told how far a save was"):
-            self._client.delete(f"{self.folder}/{self.marker}")
+            self.client.delete(f"{self.folder}/{self.marker}")
 
     def abort(self) -> None:
         """Remove what a save that has not been published has written; ignore refusals."""
@@ -352,7 +353,7 @@ class Upload:
             raise
         with after_commit(self.url):
             if found is not None:
-                self._client.delete(self.url, found.version)
+                self.client.delete(self.url, found.version)
             ours = {*names, *uploaded, COMMIT_FILE, self.marker}
             delete(self.url, [name for name in there if name not in ours], versions_of(there))
         self._delete_marker()
@@ -373,7 +374,7 @@ class Upload:
     def _replace(self, staged: str, fixed: list[str], parts: list[str], meter: Meter) -> Files:
         def put(name: str) -> None:
             path, version = Path(staged, name), self._expected.get(name, ABSENT)
-            self._expected[name] = self._client.put(f"{self.url}/{name}", path, version, meter)
+            self._expected[name] = self.client.put(f"{self.url}/{name}", path, version, meter)
 
         indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
         sums = [name for name in fixed if name == layout.CHECKSUMS]
@@ -383,7 +384,7 @@ class Upload:
         if switches:  # other writers find another commit file, and so no more what they listed
             self._put_commit_file(self._expected[COMMIT_FILE])
         gone = layout.CHECKSUMS if switches else COMMIT_FILE
-        if gone in self._expected and not self._client.delete(f"{self.url}/{gone}", self._expected.pop(gone)):
+        if gone in self._expected and not self.client.delete(f"{self.url}/{gone}", self._expected.pop(gone)):
             raise ConflictError(self.url)
         # The first file decides who writes. Beside its sums, a file of other bytes would count as damaged.
         for group in [indexes, rest, sums] if switches else [rest[:1], [*rest[1:], *sums], indexes]:
@@ -394,12 +395,12 @@ class Upload:
         try:
             return self._check(parts)
         except (ConflictError, ConcurrentWriteError):  # another writer has begun to replace files just before
-            self._client.delete(f"{self.url}/{COMMIT_FILE}", self._expected[COMMIT_FILE])
+            self.client.delete(f"{self.url}/{COMMIT_FILE}", self._expected[COMMIT_FILE])
             raise
 
     def _look(self, parts: Collection[str] = ()) -> Files:
         """List the folder; raise ConcurrentWriteError if a later writer has begun, or removed parts of this save."""
-        there = self._client.list(self.folder)
+        there = self.client.list(self.folder)
         if last_marker(there) != self.marker or not set(parts) <= there.keys():
             raise lost(self.url)
         return there
@@ -417,7 +418,7 @@ class Upload:
         def is_same(name: str) -> bool:
             if name in (layout.CHECKSUMS, layout.STEP_METADATA) or posixpath.basename(name) == MANIFEST:
                 return True
-            found = self._client.read(f"{self.url}/{name}")
+            found = self.client.read(f"{self.url}/{name}")
             return Path(staged, name).read_bytes().rstrip() == found.rstrip()
 
         with suppress(FileNotFoundError):  # another writer removes it
@@ -436,16 +437,3 @@ class Upload:
         with after_commit(self.url):
             delete(self.folder, [*arrays_among(old), *filter(is_upload_marker, old)])
         self._delete_marker()
-
-
-def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
-    """Begin a save by several processes, in process 0; None where all write to one local temporary."""
-    url = location.path
-    if not location.is_remote:
-        return None
-    if not client_for(url).shares_names:
-        message = f"{url}: several processes cannot save one checkpoint to this store, which has no conditional writes"
-        raise StorageError(f"{message}; save to a shared disk, s3:// or gs://, and copy that", path=url)
-    upload = Upload(url, url + ARRAYS_POSTFIX if in_gda_folder else "")
-    upload.begin()
-    return upload

@@ -15,10 +15,11 @@ from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, not_found, translated
-from flax_ckpt_compat._core.object_store.client import ABSENT, Client, imported, replaced, split
+from flax_ckpt_compat._core.object_store.client import ABSENT, Client, imported, replaced
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Location, Stat
+from flax_ckpt_compat._core.urls import split_url
 
 # An entry that is not in the local cache is no missing one, but a network that is.
 _MISSING = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
@@ -145,7 +146,7 @@ class EpathClient(Client):
             with suppress(FileNotFoundError):
                 path.unlink()
             with suppress(OSError):  # others write there
-                while split(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
+                while split_url(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
                     path = path.parent
                     path.rmdir()
             return True

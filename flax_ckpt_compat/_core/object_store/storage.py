@@ -10,7 +10,7 @@ from typing import Self
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import StorageError, not_found
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
-from flax_ckpt_compat._core.object_store import client, commit
+from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.commit import Upload, client_for, is_unfinished
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
@@ -25,12 +25,6 @@ class ObjectLocation(Location):
 
     __slots__ = ()
     is_remote = True
-
-    @classmethod
-    def of(cls, url: str) -> Self:
-        """Return the location of a user's URL; raise StorageError for a scheme that nothing reaches."""
-        client_for(url)
-        return cls(client.normal(url))
 
     def listed(self) -> Self:
         if self.listing is not None and f"{self}/".startswith(f"{self.listing.root}/"):
@@ -89,14 +83,11 @@ class ObjectLocation(Location):
         found = self._inside().values() or [self._file()]
         return sum(one.size for one in found if one is not None)
 
-    def identity(self) -> None:
+    def identity(self) -> None:  # stores have no inodes
         return None
 
-    def resolve(self) -> str:
-        return self.path
-
-    def why_too_long(self) -> None:
-        return None
+    why_too_long = identity  # each store has its own limit
+    resolve = Location.__str__
 
     def watch(self) -> Callable[[], bool]:
         def versions(found: dict[str, Stat]) -> Set[tuple[str, str]]:
