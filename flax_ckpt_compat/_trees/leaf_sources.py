@@ -99,14 +99,6 @@ def needs(source: Any) -> dict[Any, int]:
     return {}
 
 
-def slice_leaf(leaf: Any, index: tuple[slice, ...]) -> ArraySlice | Derived:
-    """Return a slice, without steps, of an array leaf (see `is_array`); of a stored leaf, only the slice is read."""
-    if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY:
-        return ArraySlice(leaf, index)
-    shape = tuple(side.stop - side.start for side in index)
-    return Derived((leaf,), lambda value: value[index], shape, leaf.dtype, "a part")
-
-
 def nearest(wanted: str, names: Iterable[str]) -> list[str]:
     """Return at most two names that are akin to a key path where they differ; with its last part if any name has it."""
     ours, paths = wanted.split("/"), {name: name.split("/") for name in names}

@@ -80,13 +80,13 @@ def contents_of(opened: Opened, pattern: str | None = None, *, stats: bool = Fal
 
 def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
     """Return the key paths that a pattern matches."""
-    from flax_ckpt_compat.rules import _patterns, _rule  # which take a tenth of the start, and few calls filter
+    from flax_ckpt_compat.rules import _nodes, _rule  # which take a tenth of the start, and few calls filter
 
     with _rule.named("--filter"):
-        names = _patterns.Names([pattern])
+        names = _nodes.Names([pattern])
     matching = {path for path in (*stored.leaves, *stored.empty) if any(names.matches(path))}
     if not matching:
-        near = _patterns.near_names(pattern, from_leaves(stored.leaves))
+        near = _nodes.near_names(pattern, from_leaves(stored.leaves))
         message = f"{stored.path}: no leaf matches {pattern!r}, which must match whole names of key paths; {near}"
         raise MissingLeavesError(message, path=stored.path, missing=(pattern,))
     return matching

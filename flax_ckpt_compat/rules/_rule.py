@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.dtypes import dtype_name
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Node, Path, show_path
-from flax_ckpt_compat.rules import _patterns
+from flax_ckpt_compat.rules import _nodes
 
 _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
@@ -132,8 +132,6 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "Callable[[Any], Any]": ("a function", callable),
     "Sequence[Rule]": ("a list of rules", lambda one: _is_list(one, Rule)),
 }
-
-
 _PATTERNS = ("pattern", "patterns", "source", "at", "stored_at")  # names of arguments
 
 
@@ -145,7 +143,7 @@ def _check(parameter: inspect.Parameter, values: Sequence[Any]) -> None:
         if is_known and not _KINDS[kind][1](one):
             raise TransformError(f"{parameter.name} is {_KINDS[kind][0]}, found {type(one).__name__}: {one!r:.100}")
         if parameter.name in _PATTERNS and isinstance(one, str):
-            _patterns.compiled(one)
+            _nodes.compiled(one)
 
 
 def _shown(value: object) -> str:

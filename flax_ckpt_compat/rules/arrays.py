@@ -4,24 +4,108 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_float, is_integer
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
-from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
-from flax_ckpt_compat.rules import _edit_tree
-from flax_ckpt_compat.rules._edit_tree import Array, each_leaf
-from flax_ckpt_compat.rules._rule import Trees, rule
+from flax_ckpt_compat._core.text_formatting import one_line
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, is_jax_array, map_leaves, node_at, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, is_key
+from flax_ckpt_compat.rules import _nodes
+from flax_ckpt_compat.rules._rule import Trees, misfit, rule
 
+Array = LeafHandle | Derived
+Change = Callable[[Any, str, Node], Node]  # of a leaf, its key path as text, and the target's node there
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
 _finfo: Any = ml_dtypes.finfo  # which has no types
+
+
+def describe(node: Node) -> str:
+    """Describe a node in a few words: names of its children, dtype and shape, or its kind."""
+    if isinstance(node, Branch):
+        return f"a subtree of {one_line(sorted(node.children)) or 'nothing'}"
+    if is_array(node):
+        return f"{node.dtype}{list(node.shape)}"
+    if isinstance(node, LeafHandle):
+        return f"a stored {node.kind.value}"
+    return "None" if node is None else "left to the target" if isinstance(node, Own) else "computed"
+
+
+@contextlib.contextmanager
+def fitting(path: Path, leaf: Node) -> Iterator[None]:
+    """Make errors about a leaf, such as numpy's own, name it."""
+    try:
+        yield
+    except TransformError:  # which names another leaf
+        raise
+    except (ValueError, IndexError) as error:
+        raise misfit(path, f"is {describe(leaf)}: {error}") from error
+
+
+def each_leaf(
+    trees: Trees, pattern: str, change: Change, needed: str = "array", wanted: Callable[[Any], bool] = is_array
+) -> Node:
+    """Change the ``wanted`` leaves whose key path has a match; ``needed`` is a noun for the required match."""
+    names = _nodes.Names([pattern])
+    matching: dict[Path, bool] = {}
+
+    def changed(path: Path, leaf: Any) -> Node:
+        if not any(names.matches(path)):
+            return leaf
+        matching[path] = wanted(leaf)
+        with fitting(path, leaf):
+            return change(leaf, show_path(path), node_at(trees.target, path)) if matching[path] else leaf
+
+    tree = map_leaves(changed, trees.stored)
+    if not any(matching.values()):
+        none = f"{one_line(map(show_path, matching))} is none"
+        why = none if matching else _nodes.near_names(pattern, trees.stored)
+        raise TransformError(f"matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}")
+    return tree
+
+
+def rearranged(trees: Trees, pattern: str, function: Callable[[Any], Any], how: str = "") -> Node:
+    """Give every matching array another shape by a function of the array.
+
+    The function first runs on an array that repeats a single zero: that tells the new shape, and whether it fits."""
+
+    def changed(leaf: Array, *_: Any) -> Node:
+        shape = function(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())).shape
+        note = how or f"{leaf.shape} → {shape}"
+        return derived(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
+
+    return each_leaf(trees, pattern, changed)
+
+
+def derived(
+    leaf: Array, function: Callable[[Any], Any], how: str, *, shape: tuple[int, ...] | None = None, dtype: Any = None
+) -> Derived:
+    """Derive a leaf by a function of an ``np.ndarray``; give shape and dtype if they change."""
+    shape = leaf.shape if shape is None else shape
+    return Derived((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)
+
+
+def axis_of(axis: int, shape: tuple[int, ...] | None) -> tuple[int, int]:
+    """Return an axis of a shape counted from the front, and its length; raise IndexError if there is none."""
+    sides = shape or ()
+    if not -len(sides) <= axis < len(sides):
+        raise IndexError(f"it has no axis {axis}; match only arrays that have")
+    return axis % len(sides), sides[axis]
+
+
+def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Derived:
+    """Return a slice along one axis, which goes with ``squeeze``; of a stored array, only the slice is read."""
+    index = tuple(slice(start, stop) if n == axis else slice(0, size) for n, size in enumerate(leaf.shape or ()))
+    shape = tuple(side.stop - side.start for n, side in enumerate(index) if not (squeeze and n == axis))
+    if isinstance(leaf, LeafHandle):  # such a slice owns its memory
+        return Derived((ArraySlice(leaf, index),), lambda value: value.reshape(shape), shape, leaf.dtype, how)
+    return Derived((leaf,), lambda value: value[index].copy("C").reshape(shape), shape, leaf.dtype, how)
 
 
 @rule
@@ -44,7 +128,7 @@ def cast(trees: Trees, pattern: str, dtype: Any) -> Node:
         if leaf.dtype == wanted:
             return leaf
         how = f"{leaf.dtype} → {wanted.name}"
-        return _edit_tree.derived(leaf, lambda value: _checked_cast(value, wanted, what), how, dtype=wanted)
+        return derived(leaf, lambda value: _checked_cast(value, wanted, what), how, dtype=wanted)
 
     return each_leaf(
         trees, pattern, changed, f"array of {kind}", lambda one: is_array(one) and _kind_of(one.dtype) == kind
@@ -66,7 +150,7 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
 
     def changed(leaf: Array, what: str, own: Node) -> Node:
         old, dtype = leaf.shape or (), np.dtype(leaf.dtype)
-        at, length = _edit_tree.axis_of(axis, old)
+        at, length = axis_of(axis, old)
         if length == size:
             return leaf
         if length > size:
@@ -81,7 +165,7 @@ def pad(trees: Trees, pattern: str, size: int, axis: int = 0, value: Any = 0) ->
             return np.concatenate([stored, part], at, out=memory.empty(shape, dtype))
 
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
-        return _edit_tree.derived(leaf, padded, f"{length} → {size} on axis {at}, {note}", shape=shape)
+        return derived(leaf, padded, f"{length} → {size} on axis {at}, {note}", shape=shape)
 
     return each_leaf(trees, pattern, changed)
 
@@ -95,12 +179,12 @@ def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
         raise TransformError("a length cannot be negative")
 
     def changed(leaf: Array, *_: Any) -> Node:
-        at, length = _edit_tree.axis_of(axis, leaf.shape)
+        at, length = axis_of(axis, leaf.shape)
         if length < size:
             raise ValueError(f"it has length {length} on axis {axis} only; see pad")
         if length == size:
             return leaf
-        return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
+        return axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
 
     return each_leaf(trees, pattern, changed)
 
@@ -108,7 +192,7 @@ def cut(trees: Trees, pattern: str, size: int, axis: int = 0) -> Node:
 @rule
 def transpose(trees: Trees, pattern: str, axes: Sequence[int]) -> Node:
     """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``."""
-    return _edit_tree.rearranged(trees, pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
+    return rearranged(trees, pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
 
 
 @rule
@@ -118,7 +202,7 @@ def reshape(trees: Trees, pattern: str, shape: Sequence[int]) -> Node:
     One length may be -1, and is then computed."""
     if min(shape, default=0) < -1:
         raise TransformError("a length may be -1, no other negative number")
-    return _edit_tree.rearranged(trees, pattern, lambda value: value.reshape(tuple(shape)))
+    return rearranged(trees, pattern, lambda value: value.reshape(tuple(shape)))
 
 
 @rule
@@ -130,11 +214,11 @@ def split_axis(trees: Trees, pattern: str, sizes: Sequence[int], axis: int = 0) 
         raise TransformError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
 
     def function(value: Any) -> Any:
-        at, length = _edit_tree.axis_of(axis, value.shape)
+        at, length = axis_of(axis, value.shape)
         new = np.broadcast_to(0, length).reshape(tuple(sizes)).shape
         return value.reshape(*value.shape[:at], *new, *value.shape[at + 1 :])
 
-    return _edit_tree.rearranged(trees, pattern, function)
+    return rearranged(trees, pattern, function)
 
 
 @rule
@@ -144,12 +228,12 @@ def merge_axes(trees: Trees, pattern: str, axis: int = 0, count: int = 2) -> Nod
         raise TransformError("expected two or more axes")
 
     def function(value: Any) -> Any:
-        at, _ = _edit_tree.axis_of(axis, value.shape)
+        at, _ = axis_of(axis, value.shape)
         if at + count > value.ndim:
             raise IndexError(f"it has no {count} axes from axis {axis} on; match only arrays that have")
         return value.reshape(*value.shape[:at], math.prod(value.shape[at : at + count]), *value.shape[at + count :])
 
-    return _edit_tree.rearranged(trees, pattern, function)
+    return rearranged(trees, pattern, function)
 
 
 @rule
@@ -157,11 +241,11 @@ def index(trees: Trees, pattern: str, number: int, axis: int = 0) -> Node:
     """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``."""
 
     def changed(leaf: Array, *_: Any) -> Node:
-        at, length = _edit_tree.axis_of(axis, leaf.shape)
+        at, length = axis_of(axis, leaf.shape)
         if not -length <= number < length:
             raise IndexError(f"it has length {length} on axis {axis}, so no index {number}")
         first = number % length
-        return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
+        return axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
 
     return each_leaf(trees, pattern, changed)
 
@@ -184,7 +268,7 @@ def unreplicate(trees: Trees, pattern: str = ".*") -> Node:
             raise ValueError(f"{found}; match only what is replicated")
         how = f"replica 0 of {count}"
         if is_array(leaf):
-            return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
+            return axis_slice(leaf, 0, 0, 1, how, squeeze=True)
         return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
     return each_leaf(trees, pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
@@ -223,7 +307,7 @@ def resize(
         before = old = leaf.shape or ()
         at, whole, after = 0, new, new
         if axis is not None:
-            at, length = _edit_tree.axis_of(axis, old)
+            at, length = axis_of(axis, old)
             side = round(max(length - skip, 0) ** (1 / len(new)))
             if side ** len(new) != length - skip or not side:
                 raise ValueError(f"{length - skip} positions on axis {axis} are not a grid of equal sides; reshape it")
@@ -239,10 +323,10 @@ def resize(
             result = _checked_cast(_interpolated(grid.reshape(before), after, method, antialias), value.dtype, what)
             if not skip:
                 return result.reshape(whole)
-            parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
+            parts = [kept, result.reshape(*whole[:at], math.prod(new), *whole[at + 1 :])]
             return np.concatenate(parts, at, out=memory.empty(whole, value.dtype))
 
-        return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
+        return derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
     return each_leaf(trees, pattern, changed, "array of floats", lambda one: is_array(one) and is_float(one.dtype))
 
@@ -327,10 +411,8 @@ def _checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
         result = _astype(value, dtype)
         bad = _unheld(value, result)
     if bad.any():
-        raise TransformError(
-            f"{what} has {int(bad.sum())} values that {dtype.name} cannot hold, such as {value[bad][0]}; cast to a "
-            "wider dtype, or change them with rules.apply first"
-        )
+        problem = f"{what} has {int(bad.sum())} values that {dtype.name} cannot hold, such as {value[bad][0]}"
+        raise TransformError(f"{problem}; cast to a wider dtype, or change them with rules.apply first")
     return result
 
 

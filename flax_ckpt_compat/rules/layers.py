@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array
-from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._rule import Trees, misfit, rule
+from flax_ckpt_compat.rules.arrays import axis_of, axis_slice, describe, fitting
 
 
 @rule
@@ -32,7 +33,7 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         axis: the new axis of each array.
         first: the number of the first layer; the others follow without gaps.
     """
-    if _patterns.whole_names(pattern).groups != 1:
+    if _nodes.whole_names(pattern).groups != 1:
         raise TransformError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
     def row(place: Path, nodes: Nodes) -> list[Path]:
@@ -47,7 +48,7 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
         return order
 
     def widened(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        at, _ = _edit_tree.axis_of(axis, (*shape, 1))
+        at, _ = axis_of(axis, (*shape, 1))
         return at, (*shape[:at], 1, *shape[at:])
 
     return _joining(trees, pattern, into, row, widened)
@@ -98,7 +99,7 @@ def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
         return [siblings[name] for name in names] if is_whole else []
 
     pattern = "|".join(map(re.escape, names))
-    return _joining(trees, pattern, into, row, lambda shape: (_edit_tree.axis_of(axis, shape)[0], shape))
+    return _joining(trees, pattern, into, row, lambda shape: (axis_of(axis, shape)[0], shape))
 
 
 @rule
@@ -130,23 +131,26 @@ NamesOf = Callable[[Path, dict[Path, int]], Sequence[str]]
 SizesOf = Callable[[int, int], Sequence[int]]
 Part = Callable[[tuple[int, ...]], tuple[int, tuple[int, ...]]]
 Nodes = dict[Path, re.Match[str]]  # those that match, by key path
+NewLeaves = Iterable[tuple[Path, Node]]  # with their key paths
+Changed = Iterator[tuple[Path, NewLeaves]]  # by the leaves' key paths
 
 
-def _inner_first(trees: Trees, pattern: str, change: Callable[[Node, dict[Path, Nodes]], Node | None]) -> Node:
+def _inner_first(trees: Trees, pattern: str, change: Callable[[Node, Path, Nodes], Changed]) -> Node:
     """Change the nodes that match, first those in inner branches.
 
-    ``change`` takes a tree and, of branches of one depth, the nodes below each; it returns None to leave them."""
-    names, tree, is_changed = _patterns.whole_names(pattern), trees.stored, False
+    ``change`` takes a tree, a branch and the nodes below it, and yields leaves with what to put for each."""
+    names, tree, is_changed = _nodes.whole_names(pattern), trees.stored, False
     branches = sorted((path for path, _ in iter_branches(tree)), key=len, reverse=True)  # inner changes move none
+    new: dict[Path, NewLeaves] = {}  # of one depth, until they are in the tree
     for _depth, places in itertools.groupby(branches, len):
-        found = {
-            place: {(*place, *level): match for level, match in _patterns.below(node_at(tree, place), place, names)}
-            for place in places
-        }
-        if any(found.values()) and (new := change(tree, found)) is not None:
-            tree, is_changed = new, True
+        for place in places:
+            below = _nodes.below(node_at(tree, place), place, names)
+            if nodes := {(*place, *level): match for level, match in below}:
+                new.update(change(tree, place, nodes))
+        if new:
+            tree, is_changed = _nodes.rebuild(tree, lambda path, leaf: new.pop(path, [(path, leaf)])), True
     if not is_changed:
-        raise TransformError(f"matches nothing in the checkpoint; {_patterns.near_names(pattern, tree)}")
+        raise TransformError(f"matches nothing in the checkpoint; {_nodes.near_names(pattern, tree)}")
     return tree
 
 
@@ -155,36 +159,28 @@ def _joining(trees: Trees, pattern: str, into: str, row: Callable[[Path, Nodes],
 
     ``row`` takes a branch and the nodes below it, and returns them in order, or none; ``part`` takes the shape of an
     array and returns the axis on which the arrays are concatenated, and the shape that it has then."""
-    levels = _patterns.new_names(into)
+    levels = _nodes.new_names(into)
 
-    def joined(tree: Node, found: dict[Path, Nodes]) -> Node | None:
-        rows = {place: paths for place, nodes in found.items() if nodes and (paths := row(place, nodes))}
-        ends = {paths[0]: (*place, *levels) for place, paths in rows.items()}
-        whole = {path: leaf for paths in rows.values() for path, leaf in _join(tree, paths, part)}
-        gone = {path for paths in rows.values() for path in paths}
-
-        def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
-            start = _edit_tree.prefix_in(path, gone)
-            if start is None:
-                return [(path, leaf)]
-            return [((*ends[start], *path[len(start) :]), whole[path])] if start in ends else []
-
-        return _edit_tree.rebuild(tree, new_leaves) if rows else None
+    def joined(tree: Node, place: Path, nodes: Nodes) -> Changed:
+        paths = row(place, nodes)
+        for below, leaf in _join(tree, paths, part):
+            yield (*paths[0], *below), [((*place, *levels, *below), leaf)]
+            yield from (((*path, *below), ()) for path in paths[1:])
 
     return _inner_first(trees, pattern, joined)
 
 
 def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Node]]:
-    """Yield the leaves below the first of several nodes, each joined with those of the others."""
+    """Yield the leaves below several nodes, each joined with those of the others, with their key paths below them."""
 
     def kind(path: Path, leaf: Node) -> Any:
         if is_array(leaf):
-            with _edit_tree.fitting(path, leaf):
+            with fitting(path, leaf):
                 at, shape = part(leaf.shape)
             return leaf.dtype, shape[:at], shape[at + 1 :]
         if _has_no_value(leaf):
-            return _edit_tree.describe(leaf)
-        raise misfit(path, f"is {_edit_tree.describe(leaf)}, expected an array; move it or drop it first")
+            return describe(leaf)
+        raise misfit(path, f"is {describe(leaf)}, expected an array; move it or drop it first")
 
     nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
     for below in dict.fromkeys(path for node in nodes for path in node):
@@ -194,11 +190,11 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
         for path, one in zip(full, kinds, strict=True):
             if one != usual:
                 is_there = one is not None or node_at(tree, path) is not None
-                text = _edit_tree.describe(node_at(tree, path)) if is_there else "not there"
+                text = describe(node_at(tree, path)) if is_there else "not there"
                 like = show_path(full[kinds.index(usual)])
                 raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
         leaves = [node[below] for node in nodes]
-        yield full[0], _concatenated(leaves, part) if is_array(leaves[0]) else leaves[0]
+        yield below, _concatenated(leaves, part) if is_array(leaves[0]) else leaves[0]
 
 
 def _concatenated(leaves: list[Any], part: Part) -> Derived:
@@ -218,30 +214,28 @@ def _dividing(trees: Trees, pattern: str, axis: int, names: NamesOf, sizes: Size
 
     ``names`` takes a node's key path and the lengths of its arrays, ``sizes`` a length and the number of parts."""
 
-    def divided(tree: Node, found: dict[Path, Nodes]) -> Node:
-        ends: dict[Path, list[Path]] = {}
-        for place, start in ((place, start) for place, nodes in found.items() for start in nodes):
+    def divided(tree: Node, place: Path, nodes: Nodes) -> Changed:
+        for start in nodes:
+            leaves = dict(iter_leaves(node_at(tree, start), start))
             lengths: dict[Path, int] = {}
-            for path, leaf in iter_leaves(node_at(tree, start), start):
+            for path, leaf in leaves.items():
                 if not _has_no_value(leaf):
-                    with _edit_tree.fitting(path, leaf):
-                        _, lengths[path] = _edit_tree.axis_of(axis, leaf.shape if is_array(leaf) else ())
-            ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
+                    with fitting(path, leaf):
+                        _, lengths[path] = axis_of(axis, leaf.shape if is_array(leaf) else ())
+            ends = [(*place, *_nodes.new_names(name)) for name in names(start, lengths)]
+            for path, leaf in leaves.items():
+                yield path, parts(path, leaf, start, ends)
 
-        def new_leaves(path: Path, leaf: Any) -> Iterator[tuple[Path, Node]]:
-            start = _edit_tree.prefix_in(path, ends)
-            new = [path] if start is None else [(*end, *path[len(start) :]) for end in ends[start]]
-            if start is None or _has_no_value(leaf):
-                yield from ((end, leaf) for end in new)
-                return
-            with _edit_tree.fitting(path, leaf):
-                (at, length), stop = _edit_tree.axis_of(axis, leaf.shape), 0
-                for number, (end, size) in enumerate(zip(new, sizes(length, len(new)), strict=True)):
-                    begin, stop = stop, stop + size
-                    how = f"part {number} of {len(new)}"
-                    yield end, _edit_tree.axis_slice(leaf, at, begin, stop, how, squeeze=squeeze)
-
-        return _edit_tree.rebuild(tree, new_leaves)
+    def parts(path: Path, leaf: Any, start: Path, ends: list[Path]) -> NewLeaves:
+        new = [(*end, *path[len(start) :]) for end in ends]
+        if _has_no_value(leaf):
+            yield from ((end, leaf) for end in new)
+            return
+        with fitting(path, leaf):
+            (at, length), stop = axis_of(axis, leaf.shape), 0
+            for number, (end, size) in enumerate(zip(new, sizes(length, len(new)), strict=True)):
+                begin, stop = stop, stop + size
+                yield end, axis_slice(leaf, at, begin, stop, f"part {number} of {len(new)}", squeeze=squeeze)
 
     return _inner_first(trees, pattern, divided)
 

@@ -14,9 +14,8 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
-from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._edit_tree import prefix_in
-from flax_ckpt_compat.rules._patterns import Replacement
+from flax_ckpt_compat.rules import _nodes
+from flax_ckpt_compat.rules._nodes import Replacement, prefix_in
 from flax_ckpt_compat.rules._rule import Rule, Trees, applied, misfit, named, rule
 
 
@@ -35,8 +34,8 @@ def rename(trees: Trees, pattern: str | Mapping[str, Replacement], replacement: 
     if isinstance(pattern, Mapping) == (replacement is not None) or not pattern:
         raise TransformError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
-    names = _patterns.Names(given)
-    fills = [*map(_patterns.filled, names.compiled, given.values())]
+    names = _nodes.Names(given)
+    fills = [*map(_nodes.filled, names.compiled, given.values())]
     unmatched = dict(enumerate(given))
 
     def renamed(path: Path) -> tuple[Path]:
@@ -48,10 +47,10 @@ def rename(trees: Trees, pattern: str | Mapping[str, Replacement], replacement: 
             done = after
         return ((*new, *path[done:]),)
 
-    tree = _edit_tree.remap(trees.stored, renamed)
+    tree = _nodes.remap(trees.stored, renamed)
     for text in unmatched.values():
         what = "nothing that other patterns leave" if len(given) > 1 else "nothing in the checkpoint"
-        raise TransformError(f"{text!r} matches {what}; {_patterns.near_names(text, trees.stored)}")
+        raise TransformError(f"{text!r} matches {what}; {_nodes.near_names(text, trees.stored)}")
     return tree
 
 
@@ -81,14 +80,18 @@ def copy(trees: Trees, source: str, to: Replacement) -> Node:
     tree = _moved(trees.stored, ends, stays=True)
     for start, end in ends.items():
         if (number := _as_array(node_at(trees.stored, start), node_at(trees.target, end))) is not None:
-            tree = _edit_tree.put(tree, end, number)
+            tree = _nodes.put(tree, end, number)
     return tree
 
 
 def _destinations(trees: Trees, source: str, to: Replacement) -> dict[Path, Path]:
-    fill = _patterns.filled(_patterns.compiled(source), to)
-    found = _patterns.select(trees.stored, [source])
-    return {start: _patterns.destination(fill(match), trees.target, trees.stored) for start, match in found.items()}
+    """Return the key paths for new places: as the target or the checkpoint has them, else split at each ``/``."""
+    fill, ends = _nodes.filled(_nodes.compiled(source), to), dict[Path, Path]()
+    for start, match in _nodes.select(trees.stored, [source]).items():
+        text = fill(match)
+        there = (path for tree in (trees.target, trees.stored) for path in _nodes.paths_of(tree, text))
+        ends[start] = next(there, tuple(text.split("/")))
+    return ends
 
 
 def _moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
@@ -101,7 +104,7 @@ def _moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drop
         end = ends[start] + path[len(start) :]
         return [path, end] if stays else [end]
 
-    return _edit_tree.remap(stored, new_paths)
+    return _nodes.remap(stored, new_paths)
 
 
 def _as_array(leaf: Node, wanted: Node) -> Derived | None:
@@ -116,8 +119,8 @@ def _as_array(leaf: Node, wanted: Node) -> Derived | None:
 @rule
 def drop(trees: Trees, *patterns: str) -> Node:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``."""
-    dropped = _patterns.select(trees.stored, patterns)
-    return _edit_tree.remap(trees.stored, lambda path: [path] if prefix_in(path, dropped) is None else [])
+    dropped = _nodes.select(trees.stored, patterns)
+    return _nodes.remap(trees.stored, lambda path: [path] if prefix_in(path, dropped) is None else [])
 
 
 @rule
@@ -125,8 +128,8 @@ def wrap(trees: Trees, name: str, at: str = "") -> Node:
     """Move the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
 
     ``a/b`` makes two levels. ``at`` is a pattern of whole key paths of subtrees; empty for the whole tree."""
-    levels = _patterns.new_names(name)
-    return _moved_children(trees.stored, {start: (*start, *levels) for start in _patterns.select(trees.stored, [at])})
+    levels = _nodes.new_names(name)
+    return _moved_children(trees.stored, {start: (*start, *levels) for start in _nodes.select(trees.stored, [at])})
 
 
 @rule
@@ -135,8 +138,8 @@ def unwrap(trees: Trees, name: str, at: str = "") -> Node:
 
     The name is a pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place."""
     ends: dict[Path, Path] = {}
-    for start in _patterns.select(trees.stored, [at]):
-        levels = _patterns.select(node_at(trees.stored, start), [name], whose=show_path(start))
+    for start in _nodes.select(trees.stored, [at]):
+        levels = _nodes.select(node_at(trees.stored, start), [name], whose=show_path(start))
         ends |= {(*start, *level): start for level in levels}
     return _moved_children(trees.stored, ends)
 
@@ -157,13 +160,13 @@ def nest(trees: Trees, separator: str = "/", at: str = "") -> Node:
     if not separator:
         raise TransformError("the separator is empty")
     ends: dict[Path, Path] = {}
-    for start in _patterns.select(trees.stored, [at]):
+    for start in _nodes.select(trees.stored, [at]):
         for path, _ in iter_leaves(node_at(trees.stored, start)):
             if any(separator in name for name in path):
                 parts = (part for name in path for part in filter(None, name.split(separator)))
                 ends[(*start, *path)] = (*start, *parts)
     if not ends:
-        near = _patterns.near_names(separator, trees.stored)
+        near = _nodes.near_names(separator, trees.stored)
         raise TransformError(f"no name in the checkpoint has {separator!r} in it; {near}")
     return _moved(trees.stored, ends)
 
@@ -174,8 +177,8 @@ def from_target(trees: Trees, *patterns: str) -> Node:
 
     The patterns are of whole key paths of subtrees or leaves in the target."""
     tree = trees.stored
-    for path in _patterns.select(trees.target, patterns, whose="the target"):
-        tree = _edit_tree.put(tree, path, map_leaves(lambda *_: Own.KEEP_TARGET, node_at(trees.target, path)))
+    for path in _nodes.select(trees.target, patterns, whose="the target"):
+        tree = _nodes.put(tree, path, map_leaves(lambda *_: Own.KEEP_TARGET, node_at(trees.target, path)))
     return tree
 
 
@@ -206,12 +209,12 @@ def from_checkpoint(
     for one in transforms:
         other = one.apply_to(other, target, open_tree)
     whole, whose = (other, located) if target is None else (target, "the target")
-    for place in _patterns.select(whole, patterns, whose=whose):
-        start = next(_patterns.paths_of(other, joined(place)), None)
+    for place in _nodes.select(whole, patterns, whose=whose):
+        start = next(_nodes.paths_of(other, joined(place)), None)
         if start is None:
             shown = show_path(place)
-            raise TransformError(f"{located} has no {shown}; {_patterns.near_names(shown, other)}", leaf=shown)
-        tree = _edit_tree.put(tree, place, node_at(other, start))
+            raise TransformError(f"{located} has no {shown}; {_nodes.near_names(shown, other)}", leaf=shown)
+        tree = _nodes.put(tree, place, node_at(other, start))
     return tree
 
 
@@ -226,32 +229,31 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
     """Return the rule for a mapping of places in the target, as patterns, to stored ones, all taken at once."""
     name = "".join(("{", ", ".join(f"{new!r}: {old!r}" for new, old in mapping.items()), "}"))
     with named(name):
-        fills = {new: _patterns.filled(_patterns.compiled(new), old) for new, old in mapping.items()}
+        fills = {new: _nodes.filled(_nodes.compiled(new), old) for new, old in mapping.items()}
     return Rule(name, applied(name, _from_names, fills))
 
 
-def _from_names(trees: Trees, fills: Mapping[str, _patterns.Fill]) -> Node:
+def _from_names(trees: Trees, fills: Mapping[str, _nodes.Fill]) -> Node:
     stored, target, _ = trees
     if target is None:
         raise TransformError("maps names of a target, and there is none; use rules.rename or rules.move")
     sources: dict[Path, Path] = {}  # by place in the target
     keys: dict[Path, str] = {}  # by place, the last of those that match it
     for new, fill in fills.items():
-        for place, match in _patterns.select(target, [new], whose="the target").items():
+        for place, match in _nodes.select(target, [new], whose="the target").items():
             old = fill(match)
-            found = [*_patterns.paths_of(stored, old)]
-            found = found or [*_patterns.paths_of(stored, old.replace(r"\/", "/"))]
+            found = [*_nodes.paths_of(stored, old)] or [*_nodes.paths_of(stored, old.replace(r"\/", "/"))]
             if len(found) != 1:
                 problem = f"means {len(found)} things" if found else "is not stored"
-                near = _patterns.near_names(old, stored)
+                near = _nodes.near_names(old, stored)
                 raise TransformError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
             sources[place], keys[place] = found[0], new
     if idle := fills.keys() - set(keys.values()):
-        shown = show_path(next(iter(_patterns.select(target, [min(idle)]))))
+        shown = show_path(next(iter(_nodes.select(target, [min(idle)]))))
         raise TransformError(f"{min(idle)!r} matches only what later keys match, too; leave it out", leaf=shown)
     tree = stored
     for place in sorted(sources, key=len):
-        tree = _edit_tree.put(tree, place, node_at(stored, sources[place]))
+        tree = _nodes.put(tree, place, node_at(stored, sources[place]))
     # What was taken and has no place of its own in the target is used, and gone from its old place.
     wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
@@ -259,4 +261,4 @@ def _from_names(trees: Trees, fills: Mapping[str, _patterns.Fill]) -> Node:
         was_taken, has_place = (prefix_in(path, ends) is not None for ends in (taken, sources))
         return [path] if path in wanted or not was_taken or has_place else []
 
-    return _edit_tree.remap(tree, new_paths)
+    return _nodes.remap(tree, new_paths)

@@ -6,7 +6,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.numbered_names import linen_names
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
-from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._rule import Trees, misfit, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
@@ -20,7 +20,7 @@ def pre_linen(trees: Trees, at: str = "params") -> Node:
 
     ``at`` is a pattern of whole key paths; with an optimizer's moments ``"params|opt_state/0/[mn]u"``."""
     new: dict[Path, dict[str, str]] = {}  # by key path of a module, the names in it
-    for start in _patterns.select(trees.stored, [at]):
+    for start in _nodes.select(trees.stored, [at]):
         modules = iter_branches(node_at(trees.stored, start), start)
         found = {path: linen_names(module.children) for path, module in modules}
         if all(name == other for names in found.values() for name, other in names.items()):
@@ -30,7 +30,7 @@ def pre_linen(trees: Trees, at: str = "params") -> Node:
     def renamed(path: Path) -> Path:
         return tuple(new.get(path[:end], {}).get(name, name) for end, name in enumerate(path))
 
-    return _edit_tree.remap(trees.stored, lambda path: [renamed(path)])
+    return _nodes.remap(trees.stored, lambda path: [renamed(path)])
 
 
 @rule
@@ -61,16 +61,16 @@ def pre_optax(trees: Trees) -> Node:
                 return _moment_paths(stored, target, path, tuple(parameter))
         return [path]
 
-    tree = _edit_tree.remap(stored, new_paths)
+    tree = _nodes.remap(stored, new_paths)
     step = node_at(stored, (*start, "state", "step"))
     for path, branch in iter_branches(node_at(target, ("opt_state",)), ("opt_state",)):
         has_moments = branch.children.keys() == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
         if not branch.children and node_at(tree, path) is None:
-            tree = _edit_tree.put(tree, path, branch)  # a state without values, such as EmptyState
+            tree = _nodes.put(tree, path, branch)  # a state without values, such as EmptyState
         elif step is not None and (has_moments or branch.children.keys() == {"count"}):
-            tree = _edit_tree.put(tree, (*path, "count"), step)
+            tree = _nodes.put(tree, (*path, "count"), step)
     if not has_target and step is not None and node_at(tree, ("opt_state", "0", "mu")):
-        tree = _edit_tree.put(tree, ("opt_state", "0", "count"), step)
+        tree = _nodes.put(tree, ("opt_state", "0", "count"), step)
     return tree
 
 
@@ -81,7 +81,7 @@ def _optimizer(stored: Node) -> Path:
             return start
     raise TransformError(
         "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
-        f"{_patterns.near_names('optimizer/target', stored)}"
+        f"{_nodes.near_names('optimizer/target', stored)}"
     )
 
 

@@ -12,8 +12,8 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
-from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._edit_tree import is_empty, leaves_of
+from flax_ckpt_compat.rules import _nodes
+from flax_ckpt_compat.rules._nodes import is_empty, leaves_of
 from flax_ckpt_compat.rules._rule import Trees, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
@@ -55,13 +55,13 @@ def optimizer_state(
     is_elsewhere = at_path[: len(start)] != start and start[: len(at_path)] != at_path
     own, old = node_at(target, at_path), node_at(stored, start)
     if subtree is not None:
-        old = _in_part(old, own, _patterns.new_names(subtree))
-    wanted, branches = list(_target_states(own)), list(iter_branches(old))
+        old = _in_part(old, own, _nodes.new_names(subtree))
+    wanted, branches = list(_target_states(at_path, own)), list(iter_branches(old))
     taken: dict[Path, Node] = {}
     for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
         group = [state for state in wanted if state.node.children.keys() == fields]
-        similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
-        taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
+        similar = [_State(start, *one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
+        taken |= _taken(group, sorted(similar, key=_State.order))
     if not taken:
         ours, theirs = _fields(state.node for state in wanted), _fields(branch for _, branch in branches)
         raise TransformError(
@@ -79,7 +79,7 @@ def optimizer_state(
         given = node_at(stored, (*at_path, *path)) if is_elsewhere and leaf is not None else None
         return given if isinstance(given, LeafHandle | Derived) else taken.get(path, Own.KEEP_TARGET)
 
-    return _edit_tree.put(stored, at_path, map_leaves(new_leaf, own))
+    return _nodes.put(stored, at_path, map_leaves(new_leaf, own))
 
 
 def _fields(nodes: Iterable[Branch]) -> str:
@@ -88,7 +88,7 @@ def _fields(nodes: Iterable[Branch]) -> str:
 
 def _place(tree: Node, pattern: str, whose: str) -> Path:
     """Return the only key path that a pattern matches."""
-    found = list(_patterns.select(tree, [pattern], whose=whose))
+    found = list(_nodes.select(tree, [pattern], whose=whose))
     if len(found) > 1:
         raise TransformError(f"{pattern!r} must match one place in {whose}, found {one_line(map(show_path, found))}")
     return found[0]
@@ -98,7 +98,8 @@ def _place(tree: Node, pattern: str, whose: str) -> Path:
 class _State:
     """A node with named fields that holds values of its own, such as Adam's count, mu and nu."""
 
-    path: Path  # from the root of the optimizer's state
+    root: Path  # of the optimizer's state
+    path: Path  # from there
     node: Branch
     leaves: dict[Path, Any]  # by key path from the node, without those of inner states
     # For the target's states only: names in the path that the user gave; all numbers in it are indices.
@@ -122,86 +123,77 @@ class _State:
         return [path for path in fitting if path not in held or path[1:] not in differ]
 
 
-@dataclasses.dataclass
-class _Group:
-    """States in the target and in the checkpoint with the same fields."""
-
-    at_path: Path  # of the optimizer's state in the target
-    start: Path  # of that in the checkpoint
-    wanted: list[_State]
-    stored: list[_State]
-
-    def taken(self) -> dict[Path, Node]:
-        """Map paths in the target's optimizer state to stored leaves."""
-        found = [(state, {one: state.common(one) for one in self.stored}) for state in self.wanted]
-        chosen = [self._chosen(state, common) for state, common in found]
-        spare = [one for one in self.stored if one not in chosen]
-        taken: dict[Path, Node] = {}
-        users: dict[tuple[_State, Path], _State] = {}
-        for (state, common), source in zip(found, chosen, strict=True):
-            if source is None:
-                continue
-            moments = state.moments()
-            for path in common[source]:
-                other = users.setdefault((source, path), state)
-                if other is not state and path in moments:
-                    raise self._ambiguous([(state, source), (other, source)])
-                taken[(*state.path, *path)] = source.leaves[path]
-            # Several optimizers may have become one: take its other moments from states that are not used otherwise.
-            more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in common[one]]
-            counts = Counter(path for _, path in more)
-            more = [(one, path) for one, path in more if path in moments and counts[path] == 1]
-            taken |= {(*state.path, *path): one.leaves[path] for one, path in more}
-        return taken
-
-    def _chosen(self, state: _State, common: dict[_State, list[Path]]) -> _State | None:
-        """Return the stored state that fits a target's state best."""
-        moments, numbers = state.moments(), list(filter(str.isdecimal, state.path))
-        # No counts without their moments.
-        held = {one: moments.intersection(paths) if moments else set(paths) for one, paths in common.items()}
-        able = {one: len(state.labels.intersection(one.path)) for one, paths in held.items() if paths}
-        # Of those with the same moments, the one with most of the user's names in its path is meant.
-        nearest = (
-            one for one in able if all(able[one] >= able[other] or held[one].isdisjoint(held[other]) for other in able)
-        )
-        fits = {one: (len(common[one]), able[one]) for one in nearest}
-        equal = [one for one, fit in fits.items() if fit == max(fits.values())]
-        (_, *place), places = _places(self.wanted)[state], _places(self.stored)
-        if len({places[one][0] for one in equal}) == 1:  # members of a chain have an order, and names have none
-            there = [one for one in equal if [*places[one][1:]] == place]
-            same = [one for one in there if state.is_in_order or numbers == list(filter(str.isdecimal, one.path))]
-            equal = same or equal
-        if len(equal) > 1 and (not moments or _overlap(moments, equal)):
-            raise self._ambiguous([(state, one) for one in equal])
-        return equal[0] if equal else None  # others have other parameters; `taken` adds those
-
-    def _ambiguous(self, pairs: list[tuple[_State, _State]]) -> TransformError:
-        """Return the error for states that fit equally well, with the rules for pairs of them."""
-        lines = []
-        for state, source in pairs[:4]:
-            here, there = state.path, source.path
-            # The outermost paths that hold no other state, which a rule for more would begin anew.
-            while here and there and here[-1] == there[-1] and self._holds_one(here[:-1], there[:-1]):
-                here, there = here[:-1], there[:-1]
-            paths = dict.fromkeys((show_path((*self.at_path, *here)), show_path((*self.start, *there))))
-            lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
-        return TransformError(
-            "several states fit equally well; name those that belong together, each in a rule of its own: "
-            f"{' or '.join(lines)}; use from_target for one that starts anew",
-            leaf=show_path((*self.at_path, *pairs[0][0].path)),
-        )
-
-    def _holds_one(self, here: Path, there: Path) -> bool:
-        both = ((here, self.wanted), (there, self.stored))
-        return all(sum(one.path[: len(path)] == path for one in states) == 1 for path, states in both)
+def _taken(wanted: list[_State], stored: list[_State]) -> dict[Path, Node]:
+    """Map paths in the target's optimizer state to stored leaves; all states have the same fields."""
+    found = [(state, {one: state.common(one) for one in stored}) for state in wanted]
+    chosen = [_chosen(state, common, wanted) for state, common in found]
+    spare = [one for one in stored if one not in chosen]
+    taken: dict[Path, Node] = {}
+    users: dict[tuple[_State, Path], _State] = {}
+    for (state, common), source in zip(found, chosen, strict=True):
+        if source is None:
+            continue
+        moments = state.moments()
+        for path in common[source]:
+            other = users.setdefault((source, path), state)
+            if other is not state and path in moments:
+                raise _ambiguous([(state, source), (other, source)], wanted, stored)
+            taken[(*state.path, *path)] = source.leaves[path]
+        # Several optimizers may have become one: take its other moments from states that are not used otherwise.
+        more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in common[one]]
+        counts = Counter(path for _, path in more)
+        more = [(one, path) for one, path in more if path in moments and counts[path] == 1]
+        taken |= {(*state.path, *path): one.leaves[path] for one, path in more}
+    return taken
 
 
-def _places(states: list[_State]) -> dict[_State, tuple[Path, int, int]]:
-    """Return the row of each state, whose paths differ in numbers only, its place there, and how many these are."""
-    rows: dict[Path, list[_State]] = {}
-    for state in sorted(states, key=_State.order):
-        rows.setdefault(tuple(name for name in state.path if not name.isdecimal()), []).append(state)
-    return {state: (names, place, len(row)) for names, row in rows.items() for place, state in enumerate(row)}
+def _chosen(state: _State, common: dict[_State, list[Path]], wanted: list[_State]) -> _State | None:
+    """Return the stored state that fits a target's state best, of those with the leaves that they have in common."""
+    moments, stored = state.moments(), list(common)
+    # No counts without their moments.
+    held = {one: moments.intersection(paths) if moments else set(paths) for one, paths in common.items()}
+    able = {one: len(state.labels.intersection(one.path)) for one, paths in held.items() if paths}
+    # Of those with the same moments, the one with most of the user's names in its path is meant.
+    nearest = (
+        one for one in able if all(able[one] >= able[other] or held[one].isdisjoint(held[other]) for other in able)
+    )
+    fits = {one: (len(common[one]), able[one]) for one in nearest}
+    equal = [one for one, fit in fits.items() if fit == max(fits.values())]
+    here, there = _row(state, wanted), _row(equal[0], stored) if equal else []
+    if len(here) == len(there) and set(equal).issubset(there):
+        one = there[here.index(state)]  # members of a chain have an order, and names have none
+        is_same = state.is_in_order or [*filter(str.isdecimal, state.path)] == [*filter(str.isdecimal, one.path)]
+        equal = [one] if is_same and one in equal else equal
+    if len(equal) > 1 and (not moments or _overlap(moments, equal)):
+        raise _ambiguous([(state, one) for one in equal], wanted, stored)
+    return equal[0] if equal else None  # others have other parameters; `_taken` adds those
+
+
+def _ambiguous(pairs: list[tuple[_State, _State]], wanted: list[_State], stored: list[_State]) -> TransformError:
+    """Return the error for states that fit equally well, with the rules for pairs of them."""
+
+    def holds_one(path: Path, states: list[_State]) -> bool:
+        return sum(one.path[: len(path)] == path for one in states) == 1
+
+    lines = []
+    for state, source in pairs[:4]:
+        here, there = state.path, source.path
+        # The outermost paths that hold no other state, which a rule for more would begin anew.
+        while here[-1:] == there[-1:] != () and holds_one(here[:-1], wanted) and holds_one(there[:-1], stored):
+            here, there = here[:-1], there[:-1]
+        paths = dict.fromkeys((show_path((*state.root, *here)), show_path((*source.root, *there))))
+        lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
+    return TransformError(
+        "several states fit equally well; name those that belong together, each in a rule of its own: "
+        f"{' or '.join(lines)}; use from_target for one that starts anew",
+        leaf=show_path((*pairs[0][0].root, *pairs[0][0].path)),
+    )
+
+
+def _row(state: _State, states: list[_State]) -> list[_State]:
+    """Return those of several states whose paths differ from a state's in numbers only, in order."""
+    names, *others = ([name for name in one.path if not name.isdecimal()] for one in (state, *states))
+    return sorted((one for one, its in zip(states, others, strict=True) if its == names), key=_State.order)
 
 
 def _overlap(moments: set[Path], states: list[_State]) -> bool:
@@ -229,7 +221,7 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
                 return [field + below[len(part) :]] if below[: len(part)] == part else []
         return [path]
 
-    return _edit_tree.remap(old, new_paths)
+    return _nodes.remap(old, new_paths)
 
 
 def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
@@ -245,20 +237,20 @@ def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
             )
 
 
-def _target_states(root: Node) -> Iterator[_State]:
+def _target_states(root: Path, own: Node) -> Iterator[_State]:
     """Yield the states in the target: its namedtuples, or, without any, nodes with optax's field names."""
-    nodes = {path: branch for path, branch in iter_branches(root) if branch.children}
+    nodes = {path: branch for path, branch in iter_branches(own) if branch.children}
     tuples = [path for path, branch in nodes.items() if branch.container is Container.NAMEDTUPLE]
     paths = tuples or [path for path, branch in nodes.items() if branch.children.keys() & _FIELDS]
     for path in paths:
         inner = {other[len(path) :] for other in paths if other != path and other[: len(path)] == path}
         leaves = leaves_of(nodes[path]).items()
-        own = {below: leaf for below, leaf in leaves if _edit_tree.prefix_in(below, inner) is None}
-        if own:
+        its = {below: leaf for below, leaf in leaves if _nodes.prefix_in(below, inner) is None}
+        if its:
             way = [(nodes[path[:end]].container, name) for end, name in enumerate(path)]
             labels = frozenset(name for kind, name in way if kind is Container.DICT and not name.isdecimal())
             is_in_order = all(kind.is_sequence for kind, name in way if name.isdecimal())
-            yield _State(path, nodes[path], own, labels, is_in_order)
+            yield _State(root, path, nodes[path], its, labels, is_in_order)
 
 
 def _alike(first: Branch, second: Branch) -> bool:

@@ -1,4 +1,6 @@
-r"""Match patterns: regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``.
+r"""Find nodes of trees by patterns, and move and replace them.
+
+Patterns are regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``.
 
 A pattern matches whole names, never a part of one. Rules that take *places* (``drop``, ``move``, ``from_target``, …)
 match it with the whole key path of a subtree or leaf (`select`); rules that change *names or arrays* wherever they are
@@ -11,12 +13,13 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
-from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.text_formatting import literal, one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, show_path
-from flax_ckpt_compat._trees.leaf_sources import nearest
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, show_path
+from flax_ckpt_compat._trees.leaf_sources import Own, nearest
 
 # Global flags, which Python requires at the beginning of an expression.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
@@ -145,11 +148,6 @@ def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
             yield from paths_of(child, text[len(name) + 1 :], (*path, name))
 
 
-def destination(text: str, *trees: Node) -> Path:
-    """Return the key path for the text of a new place: as in the first tree that has it, else split at each ``/``."""
-    return next((path for tree in trees for path in paths_of(tree, text)), new_names(text) if text else ())
-
-
 def new_names(text: str) -> Path:
     """Split the name of a new level, or levels, at each ``/``."""
     if not text:
@@ -164,3 +162,56 @@ def near_names(wanted: str, tree: Node) -> str:
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {one_line(top) or 'no names'}"
+
+
+def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
+    """Give every leaf new key paths, or none to drop it; see `rebuild`."""
+    return rebuild(stored, lambda path, leaf: ((new, leaf) for new in new_paths(path)))
+
+
+def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:
+    """Put new leaves, with their key paths, for each leaf; containers whose children keep their names keep their type.
+
+    None and empty containers give way to what is put below them, and what was left to the target to a stored leaf."""
+    leaves: dict[Path, Node] = {}
+    origins: dict[Path, Path] = {}
+    for old, before in iter_leaves(stored):
+        for new, leaf in new_leaves(old, before):
+            if leaf is Own.KEEP_TARGET and new in leaves:
+                continue
+            if leaves.pop(new, Own.KEEP_TARGET) is not Own.KEEP_TARGET:
+                both = f"{show_path(origins[new])} and {show_path(old)}"
+                problem = f"{both} would both be called {show_path(new)}; drop or move one of them first"
+                raise NameCollisionError(problem, leaf=show_path(new))
+            leaves[new], origins[new] = leaf, old
+    if empty := {path for path, leaf in leaves.items() if is_empty(leaf)}:
+        empty &= {path[:end] for path in leaves for end in range(len(path))}
+    return from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, stored, origins)
+
+
+def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
+    """Return the shortest beginning of a key path that is among the places, or None."""
+    return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
+
+
+def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
+    """Return a tree with a node replaced; ``stored`` is its subtree below the first ``depth`` names of the path."""
+    if depth == len(path):
+        return node
+    was = Branch({}) if stored is None else stored
+    if not isinstance(was, Branch):
+        leaf = show_path(path[:depth])
+        problem = f"stored {leaf} is a leaf, but {show_path(path)} lies below; move or drop it first"
+        raise TransformError(problem, leaf=leaf)
+    child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
+    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys, was.type_name)
+
+
+def leaves_of(node: Node) -> dict[Path, Any]:
+    """Return the leaves of a node by key path, without empty branches."""
+    return {path: leaf for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
+
+
+def is_empty(node: Node) -> bool:
+    """Return whether a node is None or a branch without children."""
+    return node is None or (isinstance(node, Branch) and not node.children)
