@@ -14,11 +14,9 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, show_path
-from flax_ckpt_compat._suggest import layouts, leaf_features, proposals
+from flax_ckpt_compat._suggest import features, layouts, proposals
+from flax_ckpt_compat._suggest.features import EMPTY, MOMENTS, Look, Roles, bare, core, fits, look, natural, unnumbered
 from flax_ckpt_compat._suggest.layouts import ProposedRule
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, look
-from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural, told_apart, unnumbered
-from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat._trees.leaf_sources import Derived, handles_of
 from flax_ckpt_compat.rules import Rule
 
@@ -77,20 +75,16 @@ class Suggestion:
         return "\n".join([*lines, "]"])
 
 
+@memory.pause_gc()
 def suggest(stored: Node, target: Node) -> Suggestion | None:
     """Propose steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes; or None.
 
     ``target`` is a tree of `flax_ckpt_compat._trees.state_dict.describe`. No array data is read."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
-    with memory.pause_gc():
-        return _suggested(stored, target)
-
-
-def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     # Formats keep names in different orders, and what is proposed must not depend on it.
     stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
-    pairing = Pairing(target)
+    pairing = proposals.Pairing(target)
     first = pairing.start(stored)
     lacking = len(pairing.missing(first))
     if not lacking:  # raw PRNG keys, which fit typed ones, may be all that differs
@@ -141,16 +135,16 @@ class _Outcome:
     def __init__(self, stored: Node, target: Node, tree: Node, shown: Mapping[Path, Path]):
         self.shown = shown  # path in ``stored`` → path in the checkpoint
         self.had, self.has = Roles(stored), Roles(target)
-        self.collections = {"params", "batch_stats"} | ({"target"} if leaf_features.is_t5x(stored) else set())
+        self.collections = {"params", "batch_stats"} | ({"target"} if features.is_t5x(stored) else set())
         self.looks = {path: look(leaf) for path, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)}
         self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
         self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
         self.restored: list[Path] = []
-        goal = leaf_features.flatten(target)
+        goal = features.flatten(target)
         for path, leaf in iter_leaves(tree):
             seen, wanted = look(leaf), goal.get(path, EMPTY)
-            if wanted != EMPTY and seen == KEPT:
+            if wanted != EMPTY and seen == features.KEPT:
                 self.kept[path] = wanted
             elif wanted != EMPTY and fits(seen, wanted):
                 self._add(path, handles_of(leaf))
@@ -226,7 +220,7 @@ def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
 
     Layers that linen numbers are among them where they keep their names, because another one may have got a name."""
     found: tuple[_Layers, _Layers] = {}, {}
-    counted = {old: old for old in outcome.news if len(old) > 1 and BY_FLAX.fullmatch(bare(old)[-2:][0])}
+    counted = {old: old for old in outcome.news if len(old) > 1 and features.BY_FLAX.fullmatch(bare(old)[-2:][0])}
     moved = counted | outcome.moved if outcome.moved else {}
     places = {name: place for place, name in enumerate(natural(map(joined, moved)))}
     for old, new in sorted(moved.items(), key=lambda pair: places[joined(pair[0])]):
@@ -250,12 +244,12 @@ def _named(path: Path, collections: Set[str]) -> Path:
 def _names(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
     for (old, new), leaves in layers.items():
-        if not may_be_one(*core(old, new), leaf=any(name == "" for name, _ in leaves)):
+        if not features.may_be_one(*core(old, new), leaf=any(name == "" for name, _ in leaves)):
             yield f"{show_path(new)} would come from {show_path(old)}, a name that says something else"
-    turned = [pair for pair in layers if all(pair) and leaf_features.is_torch_name(pair[0][-1], pair[1][-1])]
+    turned = [pair for pair in layers if all(pair) and features.is_torch_name(pair[0][-1], pair[1][-1])]
     shapes = [shape for pair in turned for _, (shape, _) in layers[pair] if len(shape) > 1]
     # In one model all lie alike, and those whose sides differ tell how.
-    if shapes and all(leaf_features.turned(shape, shape) for shape in shapes):
+    if shapes and all(features.turned(shape, shape) for shape in shapes):
         yield f"{show_path(turned[0][0])} may be transposed, as torch's weights are, which its shape does not tell"
 
 
@@ -274,7 +268,7 @@ def _exchanged(layers: _Layers) -> Iterator[str]:
     for group in groups.values():
         for one, other in itertools.pairwise(group.values()):
             renamed = (one[0] != one[1]) + (other[0] != other[1])
-            if renamed > (one[0][:-1] != other[0][:-1]) and not told_apart(one, other):
+            if renamed > (one[0][:-1] != other[0][:-1]) and not features.told_apart(one, other):
                 yield f"nothing says which of {show_path(one[0])} and {show_path(other[0])} goes where"
 
 

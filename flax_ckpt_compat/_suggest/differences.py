@@ -1,30 +1,34 @@
-"""Pair the children of two branches that differ: rows, stacks, added and removed levels, renamed children."""
+"""Find changes: children of two branches that differ (rows, stacks, levels, renames), and what is left over in the end.
+
+What is left over matches by the names inside of it and by shapes; of several, those of a row match by the numbers in
+their names, and then the only one below the same names, or with a word in common."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import string
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
+from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import counted, literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
-from flax_ckpt_compat._suggest import layouts
-from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
-from flax_ckpt_compat._suggest.leaf_features import (
-    EMPTY,
-    MOMENTS,
-    Look,
-    SubtreeMemo,
-    fits,
-    flatten,
-    is_torch_name,
-    look,
-    turned,
-)
-from flax_ckpt_compat._suggest.names import akin, natural
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, show_path, topmost
+from flax_ckpt_compat._suggest import features, layouts
+from flax_ckpt_compat._suggest.features import EMPTY, KEPT, Roles, SubtreeMemo, akin, fits, look, natural, unnumbered
+from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, numbers_of, plain
+from flax_ckpt_compat._trees.leaf_sources import is_array
 
 _MAX_PAIRS, _MAX_STACKS = 900, 12
 _ROWS = (2, 3)  # numbers of rows that may be arrays with names of their own: gate and up, key and value
+_MAX_LIKELY = 16  # rows of stored nodes that are compared with one of the target's: more are no evidence for any
+_NUMBER = re.compile(r"\d+")
+_NO_WORDS = frozenset(string.ascii_lowercase) - features.LETTERS.keys() - {"w", "b"}  # as in ``c_fc`` and ``c_proj``
+Looks = Mapping[Path, features.Look]
+Pair = tuple[Path, Path]  # stored, of the target
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,16 +164,16 @@ class Gap:
             places = {name: f"{names[number % every]}/{number // every}" for number, name in enumerate(row.names)}
             stacks, first = {f"{name}/": name for name in names}, 0
         for above in self.heads:
-            if above or row.stem:  # names that are numbers alone may be those of other things, too
-                why = reason, doubt
-                yield layouts.stacked(above, places, stacks, why, stacking=stacking, axis=axis, first=first)
+            yield layouts.stacked(above, places, stacks, (reason, doubt), stacking=stacking, axis=axis, first=first)
 
     def _named_rows(self) -> Iterator[list[ProposedRule]]:
         """Yield the rules for an array of which the other side has each row under a name of its own."""
-        sides: tuple[dict[Look, list[str]], ...] = ({}, {})  # single arrays by their looks
+        sides: tuple[dict[features.Look, list[str]], ...] = ({}, {})  # single arrays by their looks
         for side, children in zip(sides, (self.gone, self.new), strict=True):
             for name in natural(children):
-                found = flatten(children[name]) if self.memo.contents(children[name], name).total() == 1 else {}
+                found = (
+                    features.flatten(children[name]) if self.memo.contents(children[name], name).total() == 1 else {}
+                )
                 for path, seen in found.items():
                     side.setdefault(seen, []).append(joined((name, *path)))
         for ones, others, stacking in ((sides[1], sides[0], True), (sides[0], sides[1], False)):
@@ -197,11 +201,12 @@ class Gap:
                 level, inner, held = list[str](), {name: whole}, list[str]()
                 while not held and len(inner) == 1 and isinstance(node := next(iter(inner.values())), Branch):
                     level, inner = [*level, *inner], node.children
-                    held = [one for one in inner if one in children and self._share(children[one], inner[one])]
+                    both = [one for one in inner if one in children]
+                    held = [one for one in both if not torn(children[one], inner[one], self.memo, at_root=False)]
                 # What holds the same as a child is that child itself, unless it holds the only child by its name.
                 same = self.memo.print(whole) in prints
                 only = len(children) == 1 and children.keys() == inner.keys()
-                if held and (only or not same) and "/" not in "".join(level) and MOMENTS.isdisjoint(level):
+                if held and (only or not same) and "/" not in "".join(level) and features.MOMENTS.isdisjoint(level):
                     place = show_path(self.path) if self.path else "the whole tree"
                     reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"
                     if is_new:
@@ -214,10 +219,6 @@ class Gap:
                         yield Change(self.path, (name,), tuple(inner), {literal("/".join(level)): ""}, reason)
                     self._take(list(children), [name], turned=not is_new)
                     return
-
-    def _share(self, one: Node, other: Node) -> bool:
-        """Return whether two nodes have a leaf in common."""
-        return bool(self.memo.contents(one) & self.memo.contents(other))
 
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
@@ -246,7 +247,7 @@ class Gap:
             one, other = self.memo.contents(ours), self.memo.contents(theirs)
             shared = (one & other).total()
             # Torch's weight that became a kernel is transposed.
-            is_turned = is_torch_name(old, new) and turned(look(ours)[0], look(theirs)[0])
+            is_turned = features.is_torch_name(old, new) and features.turned(look(ours)[0], look(theirs)[0])
             if shared or is_turned:
                 shares[old, new] = shared / (one | other).total()
         for old, new in sorted(shares, key=lambda one: (-shares[one], one[0] != one[1], not akin(*one))):
@@ -259,7 +260,155 @@ class Gap:
 
 def in_words(node: Node) -> str:
     """Return what two nodes hold that are alike."""
-    leaves = {path: seen for path, seen in flatten(node).items() if seen != EMPTY}
+    leaves = {path: seen for path, seen in features.flatten(node).items() if seen != EMPTY}
     if len(leaves) > 3:
         return f"both hold the same {len(leaves)} leaves"
     return "both hold " + " and ".join(f"{joined(path)} {seen[0]}".strip() for path, seen in leaves.items())
+
+
+class _Matcher:
+    """Unused stored nodes by what they are like, and those of them that have a place in the target."""
+
+    def __init__(self, tree: Node, have: Looks, free: set[Path], target: Node, memo: SubtreeMemo):
+        self.tree, self.target, self.memo = tree, target, memo
+        self.pairs: dict[Path, Path] = {}  # by stored path
+        self.by_print: dict[int, list[Path]] = {}
+        self.rows: dict[Path, list[Path]] = {}
+        total, mine = Counter[Path](), Counter[Path]()
+        for path in (path for path, seen in have.items() if seen != EMPTY):
+            above = [path[:end] for end in range(1, len(path) + 1)]
+            total.update(above)
+            mine.update(above if path in free else ())
+        for path, count in total.items():
+            self.rows.setdefault(unnumbered(path), []).append(path)
+            if count != mine[path]:
+                continue
+            leaf = node_at(tree, path)
+            self.by_print.setdefault(memo.named(leaf), []).append(path)
+            # A raw key may become a typed one.
+            if is_array(leaf) and leaf.dtype == np.uint32 and leaf.shape[-1:] == (2,):
+                self.by_print.setdefault(hash((leaf.shape[:-1], "key")), []).append(path)
+
+    def match(self, wanted: set[Path]) -> None:
+        """Pair nodes of the target that consist of wanted leaves: those of unique contents, then rows."""
+        units: dict[int, list[Path]] = {}
+        for path in topmost(self.target, wanted):
+            for unit, number in self._units(path):
+                units.setdefault(number, []).append(unit)
+        groups: dict[Path, list[tuple[Path, int]]] = {}
+        for number, news in units.items():
+            olds = self.by_print[number]
+            if not (len(news) == len(olds) == 1 and self._take([(olds[0], news[0])])):
+                for new in news:
+                    groups.setdefault(unnumbered(new), []).append((new, number))
+        likely = {one: list(dict.fromkeys(map(unnumbered, self.by_print[one])))[:_MAX_LIKELY] for one in units}
+        for row in groups.values():
+            found = [pairs for like in likely[row[0][1]] if (pairs := self._row(self.rows[like], dict(row)))]
+            found = [pairs for pairs in found if not any(old in self.pairs for old, _ in pairs)]
+            near = [_nearness(*pairs[0]) for pairs in found]
+            found = [pairs for pairs, one in zip(found, near, strict=True) if one == max(near)]
+            if len(found) == 1:
+                self._take(found[0])
+
+    def _units(self, path: Path) -> Iterator[tuple[Path, int]]:
+        """Yield the largest nodes at or below a path of the target that have their like, with their prints."""
+        node = node_at(self.target, path)
+        if (number := self.memo.named(node)) in self.by_print:
+            yield path, number
+        elif isinstance(node, Branch):
+            for name in node.children:
+                yield from self._units((*path, name))
+
+    def _row(self, olds: list[Path], news: Mapping[Path, int]) -> list[Pair]:
+        """Pair nodes of the target with those of a stored row, by their numbers or else in order, if all are alike."""
+        by_number = {tuple(_NUMBER.findall(joined(old))): old for old in olds}
+        same = [by_number.get(tuple(_NUMBER.findall(joined(new)))) for new in news]
+        keys = {joined(path): path for path in (*olds, *news)}
+        in_order = [[keys[name] for name in natural(map(joined, side))] for side in (olds, news)]
+        for left, right in ((same, list(news)), in_order):
+            pairs = [(old, new) for old, new in zip(left, right, strict=False) if old is not None]
+            prints = [self.memo.named(node_at(self.tree, old)) for old, _ in pairs]
+            if len(pairs) == len(left) == len(right) and prints == [news[new] for _, new in pairs]:
+                return pairs
+        return []
+
+    def _take(self, row: list[Pair]) -> bool:
+        """Add pairs of nodes of which none lies in another one, if their names do not speak against it."""
+        olds = {old for old, _ in row}
+        is_inside = any(old[:end] in self.pairs for old in olds for end in range(len(old)))
+        if is_inside or any(other[: len(old)] == old for old in olds for other in self.pairs):
+            return False
+        if not all(self._may_be(old, new) for old, new in row):
+            return False
+        self.pairs.update(row)
+        return True
+
+    def _may_be(self, old: Path, new: Path) -> bool:
+        """Return whether a node may have another name: not only another number, not that of a copy."""
+        if unnumbered(old) == unnumbered(new):
+            return False  # the whole row may have other numbers
+        ours, theirs = map(features.copy_words, (old, new))
+        if ours != theirs or isinstance(node_at(self.tree, old), Branch):
+            return ours == theirs
+        if old[-1] != new[-1]:
+            return _nearness(old, new)[1]
+        # Layers that both trees have are rather transposed than that their weights change places.
+        homes = (node_at(self.tree, new[:-1]), node_at(self.target, old[:-1]))
+        return len(old) != len(new) or not all(isinstance(home, Branch) for home in homes)
+
+
+def leftovers(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMemo) -> Iterator[Change]:
+    """Yield the changes that take unused stored nodes to places where the target has none; not of optimizers."""
+    had, has = Roles(tree), Roles(target)
+    free = {path for path, seen in have.items() if seen not in (EMPTY, KEPT) and not had.is_optimizer(path)}
+    wanted = {path for path in goal if not has.is_optimizer(path)}
+    right = {path for path in wanted & have.keys() if goal[path] != EMPTY and fits(have[path], goal[path])}
+    if free - right and any(goal[path] != EMPTY for path in wanted - right):
+        stored = _Matcher(tree, have, free - right, target, memo)
+        stored.match(wanted - right)
+        yield from _changes(stored.pairs.items(), stored)
+
+
+def _nearness(old: Path, new: Path) -> tuple[int, bool]:
+    """Return how many names two key paths have in common, and whether the others have a word in common."""
+    ours, theirs = features.core(old, new)
+    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _NO_WORDS)
+
+
+def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:
+    """Yield the changes for pairs: those of a whole row are one."""
+    groups: dict[tuple[Path, Path, Path], list[Pair]] = {}
+    for old, new in pairs:
+        start = min(features.same_start(old, new), len(old) - 1, len(new) - 1)
+        before, after = old[start:], new[start:]
+        while len(before) > 1 and len(after) > 1 and before[-1] == after[-1]:
+            before, after = before[:-1], after[:-1]
+        groups.setdefault((old[:start], unnumbered(before), unnumbered(after)), []).append((before, after))
+    for (path, like, _), group in groups.items():
+        by_name = {joined(pair[0]): pair for pair in group}
+        group = [by_name[name] for name in natural(by_name)]
+        patterns = {literal(joined(old)): plain(joined(new)) for old, new in group}
+        numbers = [[_NUMBER.findall(joined(one)) for one in pair] for pair in group]
+        row = [old for old in stored.rows[unnumbered((*path, *like))] if old[: len(path)] == path]
+        if len(group) > 1 and len(row) == len(group) and all(one == other for one, other in numbers):
+            parts = [plain(part) for part in _NUMBER.split(joined(group[0][1]))]
+            replacement = parts[0] + "".join(rf"\{number}{part}" for number, part in enumerate(parts[1:], 1))
+            patterns = {numbers_of(group[0][0], r"(\d+)"): replacement}
+        olds, news = (tuple(dict.fromkeys(one[0] for one in side)) for side in zip(*group, strict=True))
+        reason = in_words(node_at(stored.tree, (*path, *group[0][0])))
+        yield Change(path, olds, news, patterns, reason if len(group) == 1 else "no others of them are left over")
+
+
+def copies(stored: Node, target: Node, lacking: Collection[Path], memo: SubtreeMemo) -> Iterator[ProposedRule]:
+    """Yield a copy for each lacking part that is called a copy, such as ``ema_params``, and is like one stored node."""
+    had, found = Roles(stored), dict[int, list[Path]]()
+    tops = [path for path in topmost(target, set(lacking)) if features.copy_words(path)]
+    for path, branch in iter_branches(stored) if tops else ():
+        if path and memo.has_arrays(branch) and not had.is_optimizer(path):
+            found.setdefault(memo.named(branch), []).append(path)
+    for top in tops:
+        olds = found.get(memo.named(node_at(target, top)), [])
+        if len(olds) == 1:
+            old, new = joined(olds[0]), joined(top)
+            doubt = f"{new} is new, and would begin as a copy of {old}"
+            yield ProposedRule(rules.copy(literal(old), plain(new)), "both have the same leaves", doubt)

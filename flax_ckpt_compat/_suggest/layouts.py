@@ -14,8 +14,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
-from flax_ckpt_compat._suggest.leaf_features import Contents, is_torch_name, turned
-from flax_ckpt_compat._suggest.names import unnumbered
+from flax_ckpt_compat._suggest.features import Contents, is_torch_name, turned, unnumbered
 
 _AXES = (0, 1, 2, 3, -1)
 # Names in a pattern, and shapes that need a rule each: more are no evidence.
@@ -93,24 +92,18 @@ def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
 
 
 def stacked(
-    above: str,
-    names: Mapping[str, str],
-    stacks: Mapping[str, str],
-    why: tuple[str, str],
-    *,
-    stacking: bool,
-    **given: int,
+    top: str, names: Mapping[str, str], stacks: Mapping[str, str], why: tuple[str, str], *, stacking: bool, **given: int
 ) -> list[ProposedRule]:
-    """Return the rules that rename layers below ``above`` and stack them, or, not ``stacking``, those that undo it.
+    """Return the rules that rename layers below ``top`` and stack them, or, not ``stacking``, those that undo it.
 
     ``stacks`` are names of layers without their numbers, and the stack of each; ``why`` is the reason and a doubt."""
     given = {name: value for name, value in given.items() if value}
     if stacking:
-        found = [rules.stack(rf"{literal(above + stem)}(\d+)", above + into, **given) for stem, into in stacks.items()]
+        found = [rules.stack(rf"{literal(top + stem)}(\d+)", top + into, **given) for stem, into in stacks.items()]
     else:
-        found = [rules.unstack(literal(above + into), f"{above}{stem}{{}}", **given) for stem, into in stacks.items()]
+        found = [rules.unstack(literal(top + into), f"{top}{stem}{{}}", **given) for stem, into in stacks.items()]
         names = {new: old for old, new in names.items()}
-    patterns = {literal(above + old): plain(above + new) for old, new in names.items()}
+    patterns = {literal(top + old): plain(top + new) for old, new in names.items()}
     renames = [rename(patterns, why[0])] if patterns else []
     steps = [ProposedRule(rule, *why) for rule in found]
     return [*renames, *steps] if stacking else [*steps, *renames]

@@ -184,6 +184,8 @@ GUESSES: list[tuple[Any, Any, str]] = [
             ({"params": {"f": D, "out": dense(8, 3)}}, {"params": {"u": D, "out": dense(8, 3)}}),
             ({"params": {f"b_{n}": {f"c_{m}": D for m in range(2)} for n in range(3)}},
              {"params": {f"c_{m}_{n}": D for n in range(3) for m in range(2)}}),
+            ({"params": {f"b_{n}": {f"c_{m}": D for m in range(2)} for n in range(2)}},
+             {"params": {f"c_{m}_{n}": D for n in range(2) for m in range(2)}}),
             ({"params": {"c_fc": {"weight": array(16, 4)}, "c_proj": {"weight": array(4, 16)}, "o": OBLONG}},
              {"params": {"c_fc": {"kernel": array(4, 16)}, "c_proj": {"kernel": array(16, 4)}, "o": OBLONG}}),
             ({"params": {f"b{n}": {"w": array(4, 5)} for n in range(4)}}, {"params": {"b": {"w": array(4, 4, 5)}}}),
@@ -224,6 +226,13 @@ def test_what_matched_by_name_is_not_taken_away(before: str) -> None:
     new = {**numbers, "count": np.float32(0), "avg_value": np.float32(0)}
     _, found = proposed({"params": BODY, "opt_state": numbers}, {"params": BODY, "opt_state": new})
     assert {name: found.get(f"opt_state/{name}") for name in numbers} == {name: f"opt_state/{name}" for name in numbers}
+
+
+def test_layers_named_by_numbers_alone_are_stacked() -> None:
+    """A whole tree whose layers have numbers for names becomes a stack, and the other way round."""
+    numbers = {str(number): D for number in range(3)}
+    assert sure(numbers, {"layers": ROW}) == [r"rules.stack(r'(\d+)', 'layers')"]
+    assert sure({"layers": ROW}, numbers) == ["rules.unstack('layers', '{}')"]
 
 
 def test_layers_that_share_a_bias_shift() -> None:

@@ -1,0 +1,393 @@
+"""Describe leaves and names for comparison: looks, contents of subtrees, optimizers' leaves; numbers and words."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.dtypes import is_float, is_integer
+from flax_ckpt_compat._core.numbered_names import numbered
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
+from flax_ckpt_compat._trees import prng_keys
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
+
+
+def _set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
+Contents = Counter[tuple[str, Look]]  # number of leaves of a name and look in a subtree, wherever in it
+EMPTY: Look = ((), "empty")
+KEPT: Look = ((), "kept")
+_PYTHON = {bool: "b", int: "i", float: "f", complex: "c"}
+_KINDS = {LeafKind.BOOL: "b", LeafKind.INT: "i", LeafKind.FLOAT: "f", LeafKind.COMPLEX: "c"}
+# Names that optax, and flax.optim before it, give to the arrays that they keep beside each parameter.
+MOMENTS = _set(
+    "mu nu trace acc_grads mu_max nu_max v v_row v_col m momentum grad_ema grad_sq_ema ema sum_of_squares mean_grads "
+    "prev_updates e_g e_x second_moment diag_accumulator"
+)
+_OPTIMIZER = re.compile(r"opt|optim|optimizer|opt_states?|optim_states?|optimizer_states?|tx_state|opt_\w+|\w+_opt")
+_MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini_step"}
+# Orders of axes between torch's weights and Flax's kernels, by the number of axes.
+_TORCH_ORDERS: dict[int, tuple[tuple[int, ...], ...]] = {
+    2: ((1, 0),),
+    3: ((2, 1, 0),),
+    4: ((2, 3, 1, 0), (3, 2, 0, 1), (2, 3, 0, 1)),
+    5: ((2, 3, 4, 1, 0), (4, 3, 0, 1, 2), (3, 4, 0, 1, 2)),
+}
+_WEIGHTS = _set("weight weights w")
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_STEM = re.compile(r"([A-Za-z]*)[^A-Za-z\d]*\d+")  # the word before a number
+BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
+# Words that say nothing about which layer it is; the first ones in no name at all.
+_GENERIC = _set("layer layers block blocks module unit")
+_SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan proj projection params")
+# Words for classes of layers; those of one class begin alike. The first ones are parts that hold several layers.
+_COMPOSITES = {
+    "attention": "attention", "attn": "attention", "mha": "attention", "mlp": "mlp", "ffn": "mlp", "ff": "mlp",
+    "feedforward": "mlp", "lstm": "lstm", "gru": "gru", "rnn": "rnn"
+}  # fmt: skip
+_CLASSES = _COMPOSITES | {
+    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "norm": "norm", "bn": "batch norm",
+    "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm", "gn": "group norm",
+    "groupnorm": "group norm", "rmsnorm": "rms norm"
+}  # fmt: skip
+_NORMS = _set("batch layer group rms instance")
+# In names that linen gives, these belong to the class.
+_OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general local embed")
+COPIES = _set("ema avg average averaged target teacher student shadow slow momentum frozen old")
+# One of them more or less in a name makes it another thing, of which there often are several side by side.
+_TELLING = COPIES | _set(
+    "online fast source image text audio video left right up down forward backward fwd bwd in out input output pre "
+    "post first last final inner outer new local global query key value mean std var log min max pos neg positive "
+    "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
+    "vision visual speech language start end top bottom adapter lora"
+)
+# Words of the field for one thing.
+_SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
+LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
+# Short forms that are no beginning of the word, or also one of another word: ``pos`` is not short for ``post``.
+_SHORT = {
+    "pos": "positi", "out": "output", "in": "input", "fwd": "forward", "bwd": "backward", "img": "image", "txt": "text",
+    "cls": "class", "tok": "token", "neg": "negative", "disc": "discriminator", "up": "upsampl", "down": "downsampl"
+}  # fmt: skip
+_ALIASES = (
+    _WEIGHTS | {"kernel"}, _set("embedding table weight weights w"), _set("scale gamma weight g"),
+    _set("bias beta b offset")
+)  # fmt: skip
+
+
+@functools.cache
+def kind_of(dtype: Any) -> str:
+    """Return the kind of an array's dtype; unlike in ``dtype.kind``, those of ml_dtypes are floats or integers."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return "key"
+    dtype = np.dtype(dtype)
+    return "f" if is_float(dtype) else "i" if is_integer(dtype) else {"b": "b", "c": "c"}.get(dtype.kind, "text")
+
+
+def look(leaf: Any) -> Look:
+    """Return the look of a leaf, stored, derived, or a target's own."""
+    if isinstance(leaf, LeafHandle):
+        if leaf.kind is LeafKind.PRNG_KEY:
+            return leaf.shape[:-1], "key"
+        return leaf.shape, kind_of(leaf.dtype) if leaf.dtype is not None else _KINDS.get(leaf.kind, "text")
+    if leaf is None or isinstance(leaf, Branch):
+        return EMPTY
+    if leaf is Own.KEEP_TARGET:
+        return KEPT
+    if isinstance(leaf, Derived):
+        kind = "key" if is_key(leaf) else "text"
+        return leaf.shape or (), kind_of(leaf.dtype) if leaf.dtype is not None else kind
+    if prng_keys.is_prng_key(leaf):
+        return tuple(leaf.shape), "key"
+    shape, dtype = shape_and_dtype(leaf)
+    if shape is not None and dtype is not None:
+        return shape, kind_of(dtype)
+    return (), _PYTHON.get(type(leaf), "text")
+
+
+def fits(stored: Look, target: Look) -> bool:
+    """Return whether a stored leaf fits the target's leaf of the same path."""
+    # A raw key stands where a typed one is asked for, or the other way round: restoring judges those.
+    keys = "key" in (stored[1], target[1])
+    return stored == target or stored[1] == "kept" or keys or (stored[0] == target[0] and stored[1] != "empty")
+
+
+def flatten(tree: Node) -> dict[Path, Look]:
+    """Map the key paths below a node to the looks of the leaves; nodes without children are `EMPTY`."""
+    return {path: look(leaf) for path, leaf in iter_leaves(tree)}
+
+
+class Spot(NamedTuple):
+    """Role of a leaf."""
+
+    field: str  # the optimizer's name for it (``mu``, ``count``, …); empty for parameters, statistics and the rest
+    suffix: Path  # of the parameter that it belongs to, or of the leaf itself
+
+
+def bare(path: Path) -> Path:
+    """Return a key path without NNX's trailing ``value``."""
+    return path[:-1] if len(path) > 1 and path[-1] == "value" else path
+
+
+class Roles:
+    """Distinguish the leaves of optimizers from others, by the names in one tree."""
+
+    def __init__(self, tree: Node):
+        self.roots = set(_optimizer_roots(tree, ()))
+
+    def root_of(self, path: Path) -> Path:
+        """Return the root of the optimizer's state that a key path is in; () if it is in none."""
+        return next((root for root in self.roots if path[: len(root)] == root), ())
+
+    def is_optimizer(self, path: Path) -> bool:
+        """Return whether a key path is at or below the root of an optimizer's state."""
+        return bool(self.root_of(path)) or () in self.roots
+
+    def spot(self, path: Path) -> Spot:
+        """Return the role of the leaf at a key path."""
+        if not self.is_optimizer(path):
+            return Spot("", path)
+        for number, name in enumerate(path):
+            if name in MOMENTS and number:
+                return Spot(name, bare(path[number + 1 :]))
+        return Spot(bare(path)[-1], ())
+
+
+def is_t5x(tree: Node) -> bool:
+    """Return whether a checkpoint is laid out as T5X does: parameters in ``target``, the optimizer in ``state``."""
+    state = tree.children.get("state") if isinstance(tree, Branch) and "target" in tree.children else None
+    return isinstance(state, Branch) and "param_states" in state.children
+
+
+def _optimizer_roots(tree: Node, path: Path, depth: int = 1) -> Iterator[Path]:
+    """Yield the key paths of optimizers' states; ``depth`` is that of one without a name of its own."""
+    if not isinstance(tree, Branch) or "params" in path or (path and path[-1] in ("batch_stats", "ema_params")):
+        return
+    if path[-1:] == ("param_states",):
+        yield path
+        return
+    named = _is_named_optimizer(path[-1:], tree)
+    if named and not _holds_more(tree):
+        yield path
+    elif {"mu", "nu"} <= tree.children.keys() or {"trace"} == tree.children.keys():
+        yield path[:depth]
+    else:
+        depth = len(path) + 1 if "params" in tree.children else depth  # what is beside parameters holds none
+        for name, child in tree.children.items():
+            yield from _optimizer_roots(child, (*path, name), depth)
+
+
+def _is_named_optimizer(name: Path, tree: Branch) -> bool:
+    if not name or _OPTIMIZER.fullmatch(name[0]) is None:
+        return False
+    pre_optax = {"target", "state"} <= tree.children.keys()
+    has_marks = pre_optax or any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree))
+    return has_marks or all(look(leaf) == EMPTY for _, leaf in iter_leaves(tree))
+
+
+def _holds_more(tree: Branch) -> bool:
+    """Return whether a node named like an optimizer holds parameters, too, beside the optimizer's state."""
+    branches = {name: child for name, child in tree.children.items() if isinstance(child, Branch) and child.children}
+    states = [name for name, child in branches.items() if _is_named_optimizer((name,), child)]
+    return bool(states) and len(branches) > len(states)
+
+
+@functools.lru_cache(10_000)
+def _of_leaf(name: str, seen: Look) -> Contents:
+    return Counter() if seen == EMPTY else Counter({(name, seen): 1})
+
+
+class SubtreeMemo:
+    """Cache of the contents of subtrees."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Node, Contents, int, int]] = {}  # with the node, so that its id stays its own
+
+    def contents(self, node: Node, name: str = "") -> Contents:
+        """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
+        return self._facts(node)[1] if isinstance(node, Branch) else _of_leaf(name, look(node))
+
+    def print(self, node: Node) -> int:
+        """Return a number that is equal for equal contents."""
+        return self._facts(node)[2] if isinstance(node, Branch) else hash(look(node))
+
+    def named(self, node: Node) -> int:
+        """Return a number that is equal for equal names, shapes and kinds of all leaves."""
+        return self._facts(node)[3] if isinstance(node, Branch) else hash(look(node))
+
+    def _facts(self, node: Branch) -> tuple[Node, Contents, int, int]:
+        known = self._known.get(id(node))
+        if known is None:
+            found: Contents = Counter()
+            for name, child in node.children.items():
+                for leaf, count in self.contents(child, name).items():
+                    found[leaf] += count
+            named = hash(frozenset((name, self.named(child)) for name, child in node.children.items()))
+            known = self._known[id(node)] = (node, found, hash(frozenset(found.items())), named)
+        return known
+
+    def has_arrays(self, node: Node) -> bool:
+        """Return whether a subtree holds arrays: numbers and texts alone are too easily confused."""
+        return any(shape for _, (shape, _) in self.contents(node))
+
+
+def turned(stored: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the orders of axes, between torch's layout and Flax's, in which an array has a wanted shape."""
+    orders = _TORCH_ORDERS.get(len(stored), ()) if len(stored) == len(wanted) else ()
+    return [order for order in orders if tuple(stored[axis] for axis in order) == wanted]
+
+
+def is_torch_name(one: str, other: str) -> bool:
+    """Return whether one name is that of torch's weights, and the other Flax's of kernels."""
+    return "kernel" in (one, other) and not _WEIGHTS.isdisjoint((one, other))
+
+
+def unnumbered(path: Path) -> Path:
+    """Return a key path with ``#`` for the numbers in it."""
+    return tuple(map(_unnumbered, path))
+
+
+@functools.lru_cache(100_000)
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def natural(names: Iterable[str]) -> list[str]:
+    """Return names in the order of the whole numbers in them: ``x1.2`` before ``x1.10``."""
+
+    def key(name: str) -> tuple[list[tuple[float, str]], str]:
+        parts = filter(None, re.split(r"(\d+)", name))
+        return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
+
+    return sorted(names, key=key)
+
+
+@functools.lru_cache(100_000)
+def words(name: str) -> frozenset[str]:
+    """Return the lower-case words of a name in snake or camel case."""
+    return frozenset(word.lower() for word in _WORDS.findall(name))
+
+
+def copy_words(path: Path) -> frozenset[str]:
+    """Return the words by which the names of a key path call it a copy, such as ``ema``."""
+    return frozenset().union(*map(words, path)) & COPIES
+
+
+def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
+    """Return whether a word of one name starts with a word of the other, except ``common`` words."""
+    common = common | _GENERIC
+    if any(_alike(left, right) for left in words(one) - common for right in words(other) - common):
+        return True
+    return _initials(one) in words(other) or _initials(other) in words(one)
+
+
+@functools.lru_cache(100_000)
+def _initials(name: str) -> str:
+    """Return ``bn`` for ``BatchNorm_0``; nothing for single words."""
+    found = _WORDS.findall(name)
+    return "".join(word[0].lower() for word in found) if len(found) > 1 else "-"
+
+
+@functools.lru_cache(100_000)
+def _read(name: str) -> tuple[str, frozenset[str]]:
+    """Return the class of layer in a name, if any, and its other meaningful words."""
+    found = words(name)
+    kind = next((_CLASSES[word] for word in sorted(found) if word in _CLASSES), "")
+    if kind == "norm" and found & _NORMS:
+        kind = f"{min(found & _NORMS)} norm"
+        found -= _NORMS
+    found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
+    longer = frozenset(word for word in found if len(word) > 1 or word in LETTERS)
+    found = longer if longer or numbered(name) else found
+    return kind, found - _OF_CLASSES if BY_FLAX.fullmatch(name) else found
+
+
+def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
+    """Return whether two different names may belong to one layer (or leaf): words that are alike, or no words."""
+    if leaf and old and new and any({old[-1], new[-1]} <= alias for alias in _ALIASES):
+        old, new = old[:-1], new[:-1]
+    if not old or not new:
+        return not copy_words((*old, *new))
+    ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
+    if not (_same_words(ours, theirs) if ours and theirs else _may_be_unnamed(old, new, ours | theirs)):
+        return False
+    one, other = _read(old[-1])[0], _read(new[-1])[0]
+    any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
+    return (not one or not other or one == other or any_norm) and not _other_number(old, new)
+
+
+def _same_words(ours: frozenset[str], theirs: frozenset[str]) -> bool:
+    """Return whether each word of one name has its like in the other."""
+    return all(any(_alike(word, other) for other in theirs) for word in ours) and all(
+        any(_alike(word, other) for other in ours) for word in theirs
+    )
+
+
+def _may_be_unnamed(old: Path, new: Path, found: frozenset[str]) -> bool:
+    """Return whether a name without words of its own may be that of a layer with words in the other.
+
+    ``Dense_0`` may be any layer that got a name, but ``layers`` or ``1`` is no encoder, ``norm`` no ``pre_norm``."""
+    unnamed = next(path[-1] for path in (old, new) if not any(_read(name)[1] for name in path))
+    kinds = {_read(old[-1])[0], _read(new[-1])[0]}
+    if found and len(kinds) > 1 and not kinds.isdisjoint(_COMPOSITES.values()):
+        return False
+    return found.isdisjoint(COPIES if numbered(unnamed) and _read(unnamed)[0] else _TELLING)
+
+
+def core(old: Path, new: Path) -> tuple[Path, Path]:
+    """Return the parts of two key paths between their common beginning and end."""
+    start = same_start(old, new)
+    old, new = old[start:], new[start:]
+    end = same_start(old[::-1], new[::-1])
+    return old[: len(old) - end], new[: len(new) - end]
+
+
+def same_start(one: Path, other: Path) -> int:
+    """Return how many names two key paths have in common before the first that differs."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
+    """Return whether names pair two old paths with two new ones: by the order of their numbers, or by words."""
+    if one[0] == other[0] or one[1] == other[1]:
+        return True
+    olds, news = (core(left, right) for left, right in zip(one, other, strict=True))
+    numbers = [[int(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
+    before, after = ([(a, b) for a, b in zip(*side, strict=False) if a != b] for side in (numbers[:2], numbers[2:]))
+    if before and after:  # several numbers may have changed places
+        stems = [_STEM.findall("/".join(side[0])) for side in (olds, news)]
+        if len(before) > 1 and any(a and a != b and a in stems[1] for a, b in zip(*stems, strict=False)):
+            return False  # a number may have gone with the word before it
+        changes = [(old < old2, new < new2) for (old, old2), (new, new2) in zip(before, after, strict=False)]
+        return len(before) == len(after) and all(one == other for one, other in changes)
+    (old, old2), (new, new2) = (["_".join(path) for path in side] for side in (olds, news))
+    common = (words(old) & words(old2)) | (words(new) & words(new2))
+    is_crossed = akin(old, new2, common) or akin(old2, new, common)
+    return akin(old, new, common) and akin(old2, new2, common) and not is_crossed
+
+
+def _alike(one: str, other: str) -> bool:
+    """Return whether two words are one: a letter that the field knows, a short form, the beginning of the other."""
+    short, long = sorted((LETTERS.get(one, one), LETTERS.get(other, other)), key=len)
+    if short == long or short + "s" == long or (short in _SHORT and long.startswith(_SHORT[short])):
+        return True
+    return len(short) > 2 and short not in _TELLING and long.startswith(short)
+
+
+def _other_number(old: Path, new: Path) -> bool:
+    """Return whether only the number of a name changes, unless linen numbers it: ``expert_1``, ``expert_2``."""
+    one, other = numbered(old[-1]), numbered(new[-1])
+    if one is None or other is None or BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
+        return False
+    return one[1] != other[1] and (one[0] == other[0] or any(_read(old[-1])))
