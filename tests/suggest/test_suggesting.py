@@ -277,7 +277,7 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     ),
     "collections that were one": (
         {"params": {"params": TWO, "batch_stats": STATS}}, {"params": TWO, "batch_stats": STATS},
-        ["rules.rename('^params/params', 'params')", "rules.rename('^params/batch_stats', 'batch_stats')"], "",
+        ["rules.rename('^params/batch_stats', 'batch_stats')", "rules.rename('^params/params', 'params')"], "",
     ),
     "collections that became one": (
         {"params": TWO, "batch_stats": STATS}, {"params": {"params": TWO, "batch_stats": STATS}},
