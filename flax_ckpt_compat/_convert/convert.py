@@ -27,7 +27,7 @@ from flax_ckpt_compat._core.text_formatting import MAX_SHOWN
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import named_values
-from flax_ckpt_compat._restore.plan import check_function
+from flax_ckpt_compat._restore.named_values import check_function
 
 _log = logging.getLogger("flax_ckpt_compat")
 

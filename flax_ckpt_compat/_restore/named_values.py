@@ -1,4 +1,6 @@
-"""Load a target and transforms that are named as ``module:name``, from the code of the user."""
+"""Check arguments of calls; load a target and transforms that are named as ``module:name``, from the user's code.
+
+Commands that look at checkpoints load this module, but not jax and flax."""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
-from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core import arguments
+from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 
 
 def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
@@ -64,3 +67,16 @@ def _as_program(module: str, doing: str) -> Iterator[None]:
         raise SettingError(f"{doing} raised {type(error).__name__}: {error}") from error
     finally:
         sys.argv = given
+
+
+def item_name(value: Any) -> str | None:
+    """Return the name of an item, or None; raise ArgumentError for anything else."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ArgumentError(f"item is the name of an item, {arguments.found(value)}")
+
+
+def check_function(value: Any, name: str) -> None:
+    """Raise ArgumentError unless an optional function is one, or None."""
+    if value is not None and not callable(value):
+        raise ArgumentError(f"{name} must be a function, {arguments.found(value)}")

@@ -10,10 +10,11 @@ from typing import Any
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
-from flax_ckpt_compat._core.errors import ArgumentError, CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
+from flax_ckpt_compat._restore.named_values import item_name
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
@@ -118,16 +119,3 @@ class RestorePlan:
     items: Mapping[str, TreePlan]  # item name → its plan; '' for a checkpoint, or a target, that is one tree
     is_mapping: bool  # the result is a mapping of item name → tree
     fits: str = ""  # how each of several trees fits the target, of which the structure chose one
-
-
-def item_name(value: Any) -> str | None:
-    """Return the name of an item, or None; raise ArgumentError for anything else."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise ArgumentError(f"item is the name of an item, {arguments.found(value)}")
-
-
-def check_function(value: Any, name: str) -> None:
-    """Raise ArgumentError unless an optional function is one, or None."""
-    if value is not None and not callable(value):
-        raise ArgumentError(f"{name} must be a function, {arguments.found(value)}")
