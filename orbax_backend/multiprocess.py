@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.array_boxes import Shape
 from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, translated
 from flax_ckpt_compat._core.local import presence
@@ -90,7 +92,11 @@ def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[t
 
 def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
-    keys_of = functools.cache(lambda *of: list(form_of(of[0], of[1], of[2], encoding).info.keys()))
+
+    @functools.cache
+    def keys_of(shape: Shape, write_shape: Shape, dtype: Any) -> list[str]:
+        return list(form_of(shape, write_shape, dtype, encoding).info.keys())
+
     for entry, stored in plan.arrays:
         prefix = stored_names.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):

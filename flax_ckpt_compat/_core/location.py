@@ -24,8 +24,8 @@ def location_of(path: object, what: str = "path") -> Location:
     if is_url(text):
         from flax_ckpt_compat._core.object_store import commit, storage  # here, because few programs need them
 
-        commit.client_for(url := normal_url(text))  # raises for a scheme that nothing reaches
-        return storage.ObjectLocation(url)
+        commit.client_for(text)  # raises for a scheme that nothing reaches
+        return storage.ObjectLocation(normal_url(text))
     try:
         return Location(os.path.abspath(local(text)))
     except FileNotFoundError as error:  # of the working directory

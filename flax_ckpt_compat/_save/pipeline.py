@@ -13,14 +13,14 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
-from flax_ckpt_compat._core.errors import StorageError, writing
+from flax_ckpt_compat._core.errors import writing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
@@ -193,14 +193,9 @@ class _OwnSave:
             if failed is not None:
                 raise failed
             with self._writing():
-                check_active = part.upload.check_active if part.upload is not None else lambda: None
-                try:
-                    self.backend.write_process_part(part)
-                except Exception:
-                    with suppress(StorageError):  # what it sent too late goes all the same
-                        check_active()
-                    raise
-                check_active()
+                self.backend.write_process_part(part)
+                if part.upload is not None:
+                    part.upload.check_active()
 
         with meter.reporting():
             if meter.is_on:

@@ -262,7 +262,8 @@ def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[Plan
         yield _planned(leaf, item, owners, "missing" if leaf.path in missing else "target")
     for path, stored in plan.stored_subtrees.items() if plan.target is not None else ():
         if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
-            yield PlannedLeaf(show_path((*item, *path)), "checkpoint", (), "", None, None, None, None, 0)
+            what = "an empty container"
+            yield PlannedLeaf(show_path((*item, *path)), "checkpoint", (), what, None, None, None, None, 0)
     for path in sorted(plan.empty):
         origin = "missing" if path in missing else "target"
         yield _kept_leaf(show_path((*item, *path)), {}, "not in the checkpoint", origin)

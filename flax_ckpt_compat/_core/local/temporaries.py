@@ -12,7 +12,6 @@ import functools
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,12 +58,13 @@ def staging_path(path: str) -> str:
 
 def own_folder() -> str:
     """Return this user's folder for what is sent to stores."""
+    import tempfile  # which commands that only look do without
+
     folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
     with translated(folder):
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        is_own = not os.path.islink(folder) and os.stat(folder).st_uid == os.getuid()
-    if not is_own:
-        raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
+        if os.path.islink(folder) or os.stat(folder).st_uid != os.getuid():
+            raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
     return folder
 
 

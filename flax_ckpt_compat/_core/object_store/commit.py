@@ -260,10 +260,12 @@ class Upload:
         self._has_begun = False  # such files may be there, or those of another save are gone
 
     def begin(self, *, new: bool = False, data: Collection[str] | None = None) -> None:
-        """Write the marker, with the names of the data, of one process; with ``new``, only where no checkpoint is."""
+        """Write the marker, with the names of the data of a single process; with ``new``, only where no checkpoint is.
+
+        Several processes, whose data get names of their own, save to stores with conditional writes alone."""
         if data is None and not self.client.shares_names:
             why = "several processes cannot save one checkpoint to this store, which has no conditional writes"
-            raise StorageError(f"{self.url}: {why}; save to a shared disk, s3:// or gs:// and copy that", path=self.url)
+            raise StorageError(f"{self.url}: {why}; save to a shared disk, s3:// or gs://; copy that", path=self.url)
         found = self.client.list(self.folder)
         is_there, needs_it = COMMIT_FILE in found, self.client.needs_commit_file
         is_copy = bool(found) and not (is_there or needs_it or is_unfinished(found))  # of a local checkpoint
