@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -161,11 +162,13 @@ def save_without_a_manager(folder: str, orbax: bool, step: int) -> None:
 def save_split_otherwise(folder: str, orbax: bool, step: int, other: str = "order") -> None:
     """Saves an array that process 1 has in another order of devices, dtype or as a key, beside one like all others."""
     use(orbax)
-    other = other if jax.process_index() == 1 else ""
-    values = WHOLE.astype(np.int32 if other == "dtype" else np.uint32)
-    odd = put(values.reshape(-1, 4), NamedSharding(mesh("flat" if other == "order" else "plain"), P("x")))
-    if step == 2:
-        odd = odd if other == "dtype" else jax.random.wrap_key_data(odd, impl="unsafe_rbg" if other == "key" else "rbg")
+    is_odd = jax.process_index() == 1
+    kind = "flat" if is_odd and other == "order" else "plain"
+    # Numpy has one typestr for the two of a byte.
+    dtype = (ml_dtypes.float8_e4m3fn if is_odd else ml_dtypes.float8_e4m3b11fnuz) if other == "dtype" else np.uint32
+    odd = put(WHOLE.reshape(-1, 4).astype(dtype), NamedSharding(mesh(kind), P("x")))
+    if other == "key":
+        odd = jax.random.wrap_key_data(odd, impl="unsafe_rbg" if is_odd else "rbg")
     tree = {"odd": odd, **small(step)}
     with config.override(coordination_timeout=20.0):
         checkpoints.save_checkpoint_multiprocess(folder, tree, step)

@@ -58,7 +58,7 @@ def test_an_object_of_the_name_of_a_directory(is_there: bool, bucket: Bucket) ->
             assert result.exit_code == 0, (arguments, result.output)
             assert result.stdout.count(" checkpoint_1\n") == {"ls": 1, "-r": 2}.get(arguments[-2], 0)
     there = bucket.keys()
-    for format in FORMATS if is_there else ():
+    for format in FORMATS[: 1 + is_there]:
         for overwrite in (False, True):
             with pytest.raises(errors.InvalidCheckpointError):
                 save(root, tree(1), format=format, overwrite=overwrite)

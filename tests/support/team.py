@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -168,9 +170,12 @@ class Team:
         self.broken, self._waited_for = True, set()
         for pipe in (*self._jobs, *self._answers):
             pipe.close()
-        for process in filter(None, (*self._members, self._coordinator)):
+        processes = list(filter(None, (*self._members, self._coordinator)))
+        for process in processes:
             process.kill()
-            process.wait(5)
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
             process.close()
         self._folder.cleanup()
 
