@@ -109,7 +109,8 @@ class Gap:
                 key = bool(row.stem), *(prints[:1] if len(set(prints)) == 1 else prints)
                 groups.setdefault(key, ([], []))[side].append(row)
         for olds, news in groups.values():
-            for one, other in zip(olds, news, strict=False):
+            named = [{row.stem: row for row in side} for side in (olds, news)]
+            for one, other in ((named[0][old], named[1][new]) for old, new in features.pair_up(*map(list, named))):
                 renamed_list = one.slash and other.slash and one.stem != other.stem
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
@@ -236,7 +237,7 @@ class Gap:
                 for name, node in children.items():
                     if (name, side) not in done:
                         groups.setdefault(print_of(node), ([], []))[side].append(name)
-            pairs += [pair for side in groups.values() for pair in zip(*map(natural, side), strict=False)]
+            pairs += [pair for olds, news in groups.values() for pair in features.pair_up(olds, news)]
         pairs = [(old, new) for old, new in pairs if self.memo.has_arrays(self.gone[old]) or akin(old, new)]
         olds = [name for name in self.gone.keys() - dict(pairs).keys() if self.memo.has_arrays(self.gone[name])]
         news = list(self.new.keys() - {new for _, new in pairs})

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ MOMENTS = _set(
     "mu nu trace acc_grads mu_max nu_max v v_row v_col m momentum grad_ema grad_sq_ema ema sum_of_squares mean_grads "
     "prev_updates e_g e_x second_moment diag_accumulator"
 )
+_MAX_PAIRS = 900
 _OPTIMIZER = re.compile(r"opt|optim|optimizer|opt_states?|optim_states?|optimizer_states?|tx_state|opt_\w+|\w+_opt")
 _MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini_step"}
 # Orders of axes between torch's weights and Flax's kernels, by the number of axes.
@@ -290,6 +291,19 @@ def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
     if any(_alike(left, right) for left in words(one) - common for right in words(other) - common):
         return True
     return _initials(one) in words(other) or _initials(other) in words(one)
+
+
+def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair old names with new ones: those akin to each other alone, by words that not all have; then in order."""
+    pairs, left, right = list[tuple[str, str]](), natural(olds), natural(news)
+    common = frozenset().union(*(frozenset.intersection(*map(words, side)) for side in (left, right) if len(side) > 1))
+    for old in list(left) if 1 < len(left) * len(right) <= _MAX_PAIRS else ():
+        near = [new for new in right if akin(old, new, common)]
+        if len(near) == 1 and sum(akin(other, near[0], common) for other in left) == 1:
+            pairs.append((old, near[0]))
+            left.remove(old)
+            right.remove(near[0])
+    return pairs + list(zip(left, right, strict=False))
 
 
 @functools.lru_cache(100_000)

@@ -304,6 +304,7 @@ def collections(pairing: Pairing, stored: Branch) -> list[ProposedRule]:
 
 def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
+    state = pairing.tried(state, _single(pairing, state)) or state
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
         if not pairing.missing(state, at) and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
@@ -333,6 +334,16 @@ def finished(pairing: Pairing, state: State) -> State:
     for step in differences.copies(state.tree, pairing.target, pairing.missing(state), pairing.memo):
         state = pairing.tried(state, [step]) or state
     return _kept(pairing, typed_keys(pairing, state))
+
+
+def _single(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
+    """Yield the renames of leaves at the top, such as the step in a tuple, that alone of their kind are left over."""
+    news = {path: pairing.goal[path] for path in pairing.missing(state) if len(path) == 1}
+    olds = {path: seen for path, seen in state.looks.items() if len(path) == 1 and path not in pairing.goal}
+    for (old,), seen in olds.items():
+        names = [name for (name,), wanted in news.items() if wanted == seen]
+        if len(names) == 1 and list(olds.values()).count(seen) == 1:
+            yield rename({f"^{literal(old)}$": plain(names[0])}, f"{names[0]} is alone of that kind, as was {old}")
 
 
 def _is_mostly_there(pairing: Pairing, state: State, at: Path) -> bool:

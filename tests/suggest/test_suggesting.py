@@ -209,6 +209,7 @@ def _replicas(tree: Any) -> Any:
 A, B, C = _A.dense(4, 8), _A.dense(8, 16), _A.dense(16, 3)
 LAYERS_0_1_2 = {"Dense_0": A, "Dense_1": B, "Dense_2": C}
 TWO = {"Dense_0": A, "Dense_1": B}
+ONE_NORM, OTHER_NORM = ({"scale": np.full(4, n, np.float32)} for n in (1, 2))
 STATS = {"norm": {"mean": _A(8), "var": _A(8)}}
 CONVS = [{"kernel": _A(3, 3, 4, 4), "bias": _A(4)} for _ in range(3)]
 NORMS = [{"scale": _A(4), "bias": _A(4)} for _ in range(3)]
@@ -253,6 +254,19 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     "states called like optimizers": (
         {"g_opt": _state(TWO), "d_opt": _state({"c": C})}, {"gen": _state(TWO), "disc": _state({"c": C})},
         ["rules.rename('d_opt', 'disc')", "rules.rename('g_opt', 'gen')"], "a name that says something else",
+    ),
+    "siblings of one shape in another order": (
+        {"params": {**TWO, "attn_norm": ONE_NORM, "mlp_norm": OTHER_NORM}},
+        {"params": {**TWO, "mlp_norm_x": OTHER_NORM, "norm_of_attn": ONE_NORM}},
+        ["rules.rename('attn_norm', 'norm_of_attn')", "rules.rename('mlp_norm', 'mlp_norm_x')"], "",
+    ),
+    "a tuple that became a dict": (
+        tuple(_state(TWO)[name] for name in ("params", "opt_state", "step")), _state(TWO),
+        ["rules.rename('^0', 'params')", "rules.rename('1', 'opt_state')", "rules.rename('^2$', 'step')"], "",
+    ),
+    "a number of another name": (
+        {"params": TWO, "iteration": np.int32(7)}, {"params": TWO, "step": np.int32(7)},
+        ["rules.rename('^iteration$', 'step')"], "a name that says something else",
     ),
     "a number that moved": (
         {"params": TWO, "step": np.int32(7)}, {"params": TWO, "counters": {"global_step": np.int32(7)}},
