@@ -155,7 +155,7 @@ def bar(report: Progress) -> None:
     text = f"{what}  {'#' * int(_BAR_WIDTH * part):.<{_BAR_WIDTH}} {part:4.0%}  {rate}/s"
     width, ends = shutil.get_terminal_size().columns - 1, report.finished or report.error is not None
     with suppress(AttributeError, OSError, ValueError):  # the size of standard output, if this is no descriptor
-        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
+        width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 0)  # some terminals say 0
     # A name that is wider on the terminal than here, and its bar, may take two lines.
     print(f"\r{'' if ends else text[:width]:{width}}", end="\r", file=sys.stderr, flush=True)
 

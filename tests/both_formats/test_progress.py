@@ -234,6 +234,18 @@ def test_no_work_fails_with_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert jax.tree.all(jax.tree.map(np.array_equal, found, TREE))
 
 
+def test_a_terminal_without_a_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some say that they have no columns: nothing is drawn there, and nothing fails."""
+    monkeypatch.setattr(Terminal, "fileno", lambda _: 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((0, 0)))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Terminal())
+        save(tmp_path, TREE, step=1, progress="bar")
+    assert "callback" not in caplog.text
+
+
 def full_disk(*_: Any) -> int:
     """Fail as on a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
