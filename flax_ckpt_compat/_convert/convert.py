@@ -26,8 +26,7 @@ from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.text_formatting import MAX_SHOWN
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._restore import named_values
-from flax_ckpt_compat._restore.named_values import check_function
+from flax_ckpt_compat._restore import call_arguments
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -94,7 +93,7 @@ def convert(
         >>> [result.status for result in convert("runs", "runs_orbax", "orbax")]
         ['converted']
     """
-    check_function(progress, "progress")
+    call_arguments.check_function(progress, "progress")
     dry_run, resume = arguments.flag(dry_run, "dry_run"), arguments.flag(resume, "resume")
     if executor is not None and not hasattr(executor, "submit"):
         raise SettingError(f"executor takes a concurrent.futures.Executor; {arguments.found(executor)}")
@@ -215,7 +214,7 @@ def convert_one(job: Job, progress: write_output.Progress = lambda _: None) -> C
 
 def _loaded(job: Job) -> Job:
     """Return a job with the target and transforms that it names as ``module:name``."""
-    target, transforms = named_values.loaded(job.target, job.transforms)
+    target, transforms = call_arguments.loaded(job.target, job.transforms)
     return dataclasses.replace(job, target=target, transforms=transforms)
 
 

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, StoredArray, iter_leaves, map_leaves, show_path
-from flax_ckpt_compat._discovery.other_programs import DTYPE_NAMES, METADATA, OURS, PATHS
+from flax_ckpt_compat._discovery.npz_and_safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
 
 _IN_HEADER = {kind for kind in KIND_OF_TYPE.values() if kind is not LeafKind.COMPLEX}
 

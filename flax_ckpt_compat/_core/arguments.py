@@ -1,4 +1,4 @@
-"""Validate what callers pass: numbers, flags, names of items, functions.
+"""Validate numbers and flags that callers pass.
 
 One-element arrays are accepted as scalars."""
 

@@ -50,7 +50,6 @@ JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"
 JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
 
-# The names of leaves.
 _UPLOAD_MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 
 

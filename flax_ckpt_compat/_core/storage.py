@@ -203,10 +203,10 @@ class Location:
 
     def total_size(self) -> int:
         """Return the bytes of this file, or of all files below this folder; 0 if nothing is here."""
-        here, total = self.listed(), 0
-        for name in here.files_below() if here.isdir() else [""]:
+        total = 0
+        for name in self.files_below() if self.isdir() else [""]:
             with suppress(StorageError):  # removed meanwhile, a link that leads nowhere, or one that may not be seen
-                total += (here / name).size()
+                total += (self / name).size()
         return total
 
     def identity(self) -> tuple[int, int, int] | None:

@@ -52,9 +52,9 @@ def open_layout(layout: str, file: Location) -> Reader:
     """Open a file of a layout."""
     if layout == STREAM:  # msgpack objects one after the other, each a key path and the bytes of a leaf
         return cast(Reader, _imported(_LEGACY).open_stream(file))
-    from flax_ckpt_compat._discovery import other_programs  # numpy, which look-ups do without
+    from flax_ckpt_compat._discovery import npz_and_safetensors  # numpy, which look-ups do without
 
-    return other_programs.NpzReader(file) if layout == NPZ else other_programs.SafetensorsReader(file)
+    return npz_and_safetensors.NpzReader(file) if layout == NPZ else npz_and_safetensors.SafetensorsReader(file)
 
 
 def _imported(name: str) -> Any:

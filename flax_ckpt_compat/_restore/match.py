@@ -177,8 +177,9 @@ class _Planner:
                 self.keep(node_at(target, rest), (*path, *rest), "from_target")
             else:
                 self.take(leaf, None, (*path, *rest))
-        for one in self._plan.leaves[before:] if target is not None else ():
-            one.why = one.why or "by the rules of the target's own type, or leaf by leaf if they refuse it"
+        if target is not None:
+            for one in self._plan.leaves[before:]:
+                one.why = one.why or "by the rules of the target's own type, or leaf by leaf if they refuse it"
 
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""

@@ -13,8 +13,8 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, Path
+from flax_ckpt_compat._restore.call_arguments import item_name
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
-from flax_ckpt_compat._restore.named_values import item_name
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own

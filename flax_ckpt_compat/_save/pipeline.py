@@ -264,7 +264,8 @@ def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replic
         signature += f", compression={options.compression!r}"
     spread, count, names = Counter[str](), 0, 0
     for path, leaf in iter_leaves(tree):
-        checksum, (kind, array) = _checksum(path), (leaf.impl, leaf.data) if isinstance(leaf, KeyData) else ("", leaf)
+        kind, array = (leaf.impl, leaf.data) if isinstance(leaf, KeyData) else ("", leaf)
+        checksum = _checksum(path)
         count, names = count + 1, names + checksum
         if _spans_processes(array):
             layout = _layout(array.sharding, array.shape, f"{array.dtype} {kind}")
@@ -317,7 +318,7 @@ def _spans_processes(array: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)  # leaves share few shardings and shapes, and saves have the same
-def _layout(sharding: Any, shape: tuple[int, ...], dtype: Any) -> bytes:
+def _layout(sharding: Any, shape: tuple[int, ...], kind: str) -> bytes:
     """Return what has to be the same in all processes whose shards fit together."""
     parts = [(device.id, index) for device, index in sharding.devices_indices_map(shape).items()]
-    return f"{dtype} {shape} {parts}".encode()
+    return f"{kind} {shape} {parts}".encode()

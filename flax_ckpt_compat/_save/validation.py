@@ -20,16 +20,12 @@ from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
 
-# Names of files and folders in checkpoints of Orbax's releases, other than those of items and of single arrays.
+# Names of files and folders in checkpoints of Orbax's releases, other than those of items and of single arrays: with
+# the metadata of one at its root, a folder is a store of zarr arrays of others, whatever lies in it.
 _ORBAX_NAMES = {
-    *layout.TREE_FILES,
-    *layout.STEP_FILES,
-    *layout.JSON_FILES,
-    layout.ARRAY_METADATAS,
-    layout.DATA_DIRECTORY,
-    layout.JAX_KEY,
-    layout.NUMPY_KEY,
-} - {*layout.ARRAY_METADATA_FILES}  # fmt: skip  (a checkpoint beside them is in a store of zarr arrays of others)
+    *layout.TREE_FILES, *layout.STEP_FILES, *layout.JSON_FILES, layout.ARRAY_METADATAS, layout.DATA_DIRECTORY,
+    layout.JAX_KEY, layout.NUMPY_KEY,
+}.difference(layout.ARRAY_METADATA_FILES)  # fmt: skip
 _SHOWN = 4  # checkpoints that an error names
 _ATTEMPTS = 100  # to check a checkpoint that other writers keep replacing
 

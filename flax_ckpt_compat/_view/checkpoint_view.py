@@ -18,8 +18,8 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_le
 from flax_ckpt_compat._discovery import locating, opening, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._restore.call_arguments import item_name
 from flax_ckpt_compat._restore.items import at_whole_path
-from flax_ckpt_compat._restore.named_values import item_name
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import nearest
 from flax_ckpt_compat._view import metadata

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._restore.named_values import item_name
+from flax_ckpt_compat._restore.call_arguments import item_name
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json

@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.text_formatting import Row, counted, format_size, pr
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, walk
-from flax_ckpt_compat._restore.named_values import check_function
+from flax_ckpt_compat._restore.call_arguments import check_function
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 

@@ -11,7 +11,7 @@ from flax_ckpt_compat import __version__
 
 from ._command_base import escape_what_cannot_be_shown, reporting_closed_pipe
 
-_FILES = {"look": ("diff", "plan", "show", "verify"), "clean_and_rm": ("clean", "rm")}  # of several commands
+_FILES = {"show_verify_diff_plan": ("diff", "plan", "show", "verify"), "clean_and_rm": ("clean", "rm")}
 _COMMANDS = {name: f"{name}.command" for name in ("convert", "doctor", "ls", "run", "scan")}
 _COMMANDS |= {name: f"{file}.{name}" for file, names in _FILES.items() for name in names}
 

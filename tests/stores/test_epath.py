@@ -14,7 +14,7 @@ from flax import serialization
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.object_store import other_stores
+from flax_ckpt_compat._core.object_store import hub_and_epath
 from tests.support.layouts import assert_same
 from tests.support.store_places import AnyBucket
 
@@ -138,8 +138,8 @@ def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
 def test_a_file_that_goes_between_two_looks(shelf: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is missing, and there is nothing to delete."""
     shelf.put("a", b"x")
-    monkeypatch.setattr(other_stores, "_stat", lambda path: path.parent.joinpath("none").stat())
-    client = other_stores.EpathClient()
+    monkeypatch.setattr(hub_and_epath, "_stat", lambda path: path.parent.joinpath("none").stat())
+    client = hub_and_epath.EpathClient()
     assert client.find(f"{shelf.url}/a") is None
     assert client.delete(f"{shelf.url}/a") is False
 

@@ -13,7 +13,7 @@ from flax import serialization
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.object_store.other_stores import HubClient
+from flax_ckpt_compat._core.object_store.hub_and_epath import HubClient
 from tests.support import hub as hubs
 from tests.support.hub import Hub
 from tests.support.layouts import assert_same

@@ -35,7 +35,7 @@ from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, St
 from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError
 from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Client
-from flax_ckpt_compat._core.object_store.other_stores import EpathClient, HubClient, is_known
+from flax_ckpt_compat._core.object_store.hub_and_epath import EpathClient, HubClient, is_known
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Location, Stat

@@ -30,9 +30,9 @@ def _load_name(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with _as_program(module, f"{name!r}: importing {module}, searched in {os.getcwd()} and PYTHONPATH,"):
-        loaded = importlib.import_module(module)
+        found = importlib.import_module(module)
     try:
-        return operator.attrgetter(attribute)(loaded)
+        return operator.attrgetter(attribute)(found)
     except AttributeError as error:
         raise SettingError(f"{name!r}: {error}") from error
 

@@ -124,7 +124,7 @@ def plan(path: str, target: str | None, transforms: str | None, html: str | None
     Exit code 0 if flax_ckpt_compat.restore (or restore_checkpoint, with that option) would succeed, 1 if it would
     raise, 2 if there is no plan.
     """
-    from flax_ckpt_compat._restore.named_values import loaded
+    from flax_ckpt_compat._restore.call_arguments import loaded
     from flax_ckpt_compat._view import report
     from flax_ckpt_compat._view.plan import plan_restore
 
