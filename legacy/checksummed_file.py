@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +19,7 @@ from flax_ckpt_compat._core.byte_reads import (
     offset_of,
     read_runs,
 )
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
+from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.local.local_file import FileChecksums, LocalFile, recorded_checksums
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import show_path
@@ -43,21 +42,7 @@ def read_unverified(source: Source, reads: Sequence[Read], deliver: Deliver, met
     """Read parts of a file or object, those of an object by requests of about one size."""
     longest = min(max(sum([read.nbytes for read in reads]) // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
     runs = neighbours(reads, PIECE_BYTES, None if source.is_local else longest)
-    read_runs(runs, deliver, functools.partial(truncated, source.path), meter)
-
-
-def truncated(path: str, read: Read | None) -> CorruptCheckpointError:
-    """Return the error for a file that ends inside a read, or behind all of them."""
-    if read is None:
-        return _changed(path)
-    leaf = show_path(read.owner)
-    message = f"{path}: {leaf}: expected {read.nbytes} bytes of data from byte {read.offset}, found the "
-    message += "end of the file; it was truncated while it was open; restore another checkpoint"
-    return CorruptCheckpointError(message, path=path, leaf=leaf)
-
-
-def _changed(path: str) -> ChecksumError:
-    return ChecksumError(f"{path}: it is not what it was when it was opened; restore it again", path=path)
+    read_runs(runs, deliver, meter)
 
 
 class ChecksummedFile:
@@ -67,7 +52,6 @@ class ChecksummedFile:
         self._source, self._sums = source, sums
         self._block_bytes = sums.units_per_block * checksums.BLOCK_BYTES
         self._verified = [False] * len(sums.blocks)
-        self._ended = functools.partial(truncated, source.path)
 
     @property
     def is_verified(self) -> bool:
@@ -84,7 +68,7 @@ class ChecksummedFile:
         """Read and verify the blocks that a range of the file intersects, but for those that were verified."""
         blocks = range(start // self._block_bytes, min(-(-stop // self._block_bytes), len(self._verified)))
         runs = [self._run(block, []) for block in blocks if not self._verified[block]]
-        read_runs(runs, bool, self._ended, OFF, self._check)
+        read_runs(runs, bool, OFF, self._check)
         return True
 
     def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
@@ -96,8 +80,8 @@ class ChecksummedFile:
         almost = self._block_bytes // 16 * 15
         filled = [block for block in sorted(parts) if whole or sum(part.nbytes for part in parts[block]) >= almost]
         runs = [self._run(block, parts.pop(block)) for block in filled]
-        read_runs(runs, deliver, self._ended, meter, self._check)
-        read_runs(neighbours(itertools.chain.from_iterable(parts.values())), deliver, self._ended, meter)
+        read_runs(runs, deliver, meter, self._check)
+        read_runs(neighbours(itertools.chain.from_iterable(parts.values())), deliver, meter)
         deliver(cut_reads)
 
     def _run(self, block: int, reads: Sequence[Read]) -> Run:
@@ -114,7 +98,7 @@ class ChecksummedFile:
     def _damaged(self, run: Run) -> ChecksumError:
         path = self._source.path
         if recorded_checksums(self._source.descriptor) != self._sums:
-            return _changed(path)
+            return ChecksumError(f"{path}: it is not what it was when it was opened; restore it again", path=path)
         leaves = list(dict.fromkeys(show_path(part.owner) for part in run.reads))
         shown = ", ".join(map(repr, leaves[:4])) + (", …" if len(leaves) > 4 else "")
         return ChecksumError(
@@ -147,13 +131,13 @@ class ChecksummedObject:
         if not whole:
             return read_unverified(source, reads, deliver, meter)
         parts, cut_reads = _by_block(reads, PIECE_BYTES)
-        starts, ended = range(0, source.size, PIECE_BYTES), functools.partial(truncated, source.path)
+        starts = range(0, source.size, PIECE_BYTES)
         for first in range(0, len(starts), source.threads):
             runs = [
                 Run(source, start, min(start + PIECE_BYTES, source.size), parts.get(start // PIECE_BYTES, []))
                 for start in starts[first : first + source.threads]
             ]
-            read_runs(runs, deliver, ended, meter, lambda run, data: filled.update({run.start: data}))
+            read_runs(runs, deliver, meter, lambda run, data: filled.update({run.start: data}))
             for run in runs:
                 found = checksums.crc32c(filled.pop(run.start), found)
         self._check(found)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, neighbours, read_runs, truncated
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
-from flax_ckpt_compat._core.errors import CheckpointError, translated
+from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
@@ -162,9 +162,9 @@ class ArrayReader:
                 reads = [piece.range_of(source) for source, group in sources for piece in group]
                 for read in () if is_remote else reads:  # before memory of a claimed length is taken
                     if read.offset + read.nbytes > read.source.size:
-                        raise self._ended(read)
+                        raise truncated(read)
                 runs = neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES)
-                read_runs(runs, deliver, self._ended, meter, check)
+                read_runs(runs, deliver, meter, check)
 
     def _open(self, piece: Piece, opened: contextlib.ExitStack) -> Source:
         """Open the file of a piece, which is closed with ``opened``."""
@@ -174,12 +174,6 @@ class ArrayReader:
             return _DataObject(file, read, name)
         with _reading(file, read, name):
             return opened.enter_context(contextlib.closing(LocalFile(file.path)))
-
-    def _ended(self, read: Read | None) -> CheckpointError:
-        assert read is not None  # a run ends with one
-        piece: Piece = read.content
-        file, offset, length = piece.extent
-        return piece.read.corrupt(f"the file {file} ends too early: expected at least {offset + length} bytes")
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Path
+from flax_ckpt_compat._core.tree import Path, show_path
 
 # All sizes in bytes. What is read first of a file.
 HEAD_BYTES = 64 * 2**10
@@ -75,10 +76,9 @@ class Run(NamedTuple):
 
 
 Deliver = Callable[[list[tuple[Read, memoryview]]], object]
-# Is shown the bytes of each run, on any thread; raises ChecksumError if they are damaged.
+# Is shown the bytes of each run, fewer if the file ends behind the reads, on any thread; raises ChecksumError if they
+# are damaged.
 Check = Callable[[Run, memoryview], object]
-# Returns the error for a file that ends before a read does; None for one that ends in a run, behind all its reads.
-Ended = Callable[[Read | None], Exception]
 offset_of, _SIZE_OF = operator.itemgetter(1), operator.itemgetter(2)
 
 
@@ -121,11 +121,17 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     return sorted(runs, key=offset_of)
 
 
-def read_runs(
-    runs: Sequence[Run], deliver: Deliver, ended: Ended, meter: Meter = OFF, check: Check | None = None
-) -> None:
+def truncated(read: Read) -> CorruptCheckpointError:
+    """Return the error for a file that ends before a read does."""
+    path, leaf = read.source.path, show_path(read.owner)
+    found = f"the file ends too early, within {read.nbytes} bytes from byte {read.offset}"
+    message = f"{path}: the leaf {leaf!r} cannot be read: {found}; restore it from a backup, or another checkpoint"
+    return CorruptCheckpointError(message, path=path, leaf=leaf)
+
+
+def read_runs(runs: Sequence[Run], deliver: Deliver, meter: Meter = OFF, check: Check | None = None) -> None:
     """Read runs into the memory of their reads, on several threads; ``deliver`` gets the reads that have none."""
-    read = functools.partial(_read_run, deliver, ended, meter, check)
+    read = functools.partial(_read_run, deliver, meter, check)
     is_local = bool(runs) and runs[0].source.is_local
     nbytes = sum([run.stop - run.start for run in runs]) if is_local else 0
     is_small = nbytes < max(_THREADS_FROM_BYTES, _THREADS_FROM_AVERAGE * sum([len(run.reads) for run in runs]))
@@ -136,7 +142,7 @@ def read_runs(
         in_parallel(read, runs, runs[0].source.threads, in_runs=is_local)
 
 
-def _read_run(deliver: Deliver, ended: Ended, meter: Meter, check: Check | None, run: Run) -> None:
+def _read_run(deliver: Deliver, meter: Meter, check: Check | None, run: Run) -> None:
     source, start, stop, reads = run
     target = reads[0].target if len(reads) == 1 else None
     if is_direct := target is not None and len(target) == stop - start:
@@ -147,8 +153,9 @@ def _read_run(deliver: Deliver, ended: Ended, meter: Meter, check: Check | None,
         data = memoryview(source.read(start, stop))
     if is_direct or source.is_local:
         data = data[: source.fill(data, start)]
-    if len(data) < stop - start:
-        raise ended(next((read for read in reads if read.offset + read.nbytes > start + len(data)), None))
+    for read in reads if len(data) < stop - start else ():
+        if read.offset + read.nbytes > start + len(data):
+            raise truncated(read)
     if check is not None:
         check(run, data)
     if reads and not is_direct:

@@ -31,7 +31,7 @@ from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_run
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local.presence import stays_inside
-from flax_ckpt_compat._core.location import Location, location_of
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 
@@ -301,8 +301,8 @@ class SafetensorsReader(_WholeReader):
                 _check_open(source)
                 found[-1] = array = memory.empty(leaf.shape, leaf.dtype)
                 if array.nbytes:
-                    reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array), leaf))
-        read_runs(neighbours(reads), lambda _: None, _ended, self.meter)
+                    reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array)))
+        read_runs(neighbours(reads), bool, self.meter)
         return found
 
 
@@ -325,12 +325,6 @@ def _key_path(file: Location, names: Any) -> Path:
         raise ValueError(f"the key path {names!r:.100}, which is no list of text")
     _check_depth(file, len(names))
     return tuple(names)
-
-
-def _ended(read: Read | None) -> Exception:
-    assert read is not None  # no run goes on behind its reads
-    leaf = read.content
-    return _damaged(location_of(read.source.path), f"it ends within the {leaf.nbytes} bytes of {leaf.name}", leaf.name)
 
 
 def _tree(file: Location, leaves: Mapping[Path, Any], separator: str, *, is_flat: bool = False) -> Node:
