@@ -1,7 +1,7 @@
 """Report the progress of saves and restores: `Meter` counts bytes, and the user's callback gets a `Progress`.
 
-`Stopwatch` logs one line for each: bytes, seconds, and where the time went. The setting
-``progress="bar"`` stands for a callback that draws a bar on a terminal."""
+It also logs one line for each: bytes, seconds, and where the time went. The setting ``progress="bar"`` stands for a
+callback that draws a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Callback = Callable[[Progress], object]
 
 
 class Meter:
-    """Counter of the bytes of one save or restore; without a callback it counts nothing.
+    """Counter of the bytes of one save or restore, and clock of its phases; without a callback it counts nothing.
 
     Threads call `add`. One of them at a time calls the callback, at most five times a second. What it raises is logged,
     ends no save or restore, and is its last call."""
@@ -73,14 +73,19 @@ class Meter:
         self._done = self._counted = 0  # bytes that were reported, and those of all rounds
         self._rounds = 1
         self._turn = threading.Lock()
+        self._phases: dict[str, float] = {}  # seconds of each phase, in order
+        self._lap = time.monotonic()  # when the last one ended
 
-    def begin(self, path: str, total: int, *, rounds: int = 1) -> None:
-        """Begin to count all bytes of a checkpoint, or begin anew; each is added so many times, as files are sent."""
+    def begin(self, path: str, total: Callable[[], int], *, rounds: int = 1) -> None:
+        """Begin to count all bytes of a checkpoint, or begin anew; each is added so many times, as files are sent.
+
+        ``total`` is called if somebody asked for reports, or for the line of the log."""
+        nbytes = total() if self.is_on or _log.isEnabledFor(logging.INFO) else 0
         if math.isinf(self._due):
             self._start = time.monotonic()
             self._due = self._start + _EVERY_SECONDS
-        if (path, total) != (self._path, self._total):
-            self._path, self._total, self._done = path, total, 0
+        if (path, nbytes) != (self._path, self._total):
+            self._path, self._total, self._done = path, nbytes, 0
         self._counted, self._rounds = 0, rounds
 
     def add(self, nbytes: int, name: str | Path = "") -> None:
@@ -97,6 +102,19 @@ class Meter:
                     self._due = time.monotonic() + _EVERY_SECONDS
             finally:
                 self._turn.release()
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap, or since this was made, to a phase."""
+        now = time.monotonic()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._lap
+        self._lap = now
+
+    def log(self) -> None:
+        """Log what was saved or restored at INFO, with the seconds of each phase."""
+        done, size, seconds = f"{self._doing.capitalize()}d", format_size(self._total), sum(self._phases.values())
+        phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
+        rate = f", {self._total / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(self._path), size, seconds, rate, phases)
 
     def _call(self, done: int, name: str, error: BaseException | None = None) -> None:
         seconds = time.monotonic() - self._start
@@ -158,30 +176,3 @@ def bar(report: Progress) -> None:
         width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 0)  # some terminals say 0
     # A name that is wider on the terminal than here, and its bar, may take two lines.
     print(f"\r{'' if ends else text[:width]:{width}}", end="\r", file=sys.stderr, flush=True)
-
-
-class Stopwatch:
-    """The seconds of each phase of a save or restore, in order."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._phases: dict[str, float] = {}
-        self._nbytes = 0
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap to a phase."""
-        now = time.perf_counter()
-        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def count(self, nbytes: Callable[[], int]) -> None:
-        """Take the bytes that are read or written, for `log`; they are computed only if somebody listens."""
-        if _log.isEnabledFor(logging.INFO):
-            self._nbytes = nbytes()
-
-    def log(self, done: str, path: str) -> None:
-        """Log what was ``done`` ("Saved" or "Restored") at INFO."""
-        seconds = self._last - self._start
-        phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
-        rate = f", {self._nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
-        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(self._nbytes), seconds, rate, phases)

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core import memory, progress
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, add_sentence
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.progress import Meter, Stopwatch
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -66,14 +66,14 @@ class _Restore:
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""
         self.agreement.report(location)
-        watch = Stopwatch()
+        self.meter.lap("look up")
         with locating.unchanged(location), self._options.transforms.opening():
-            values = self._values(location, watch)
-        watch.log("Restored", location.path)
+            values = self._values(location)
+        self.meter.log()
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
         return values
 
-    def _values(self, location: Location, watch: Stopwatch) -> Any:
+    def _values(self, location: Location) -> Any:
         """Open, plan, read, place and rebuild."""
         values: dict[str, Any] = {}
         with ExitStack() as files:
@@ -82,18 +82,16 @@ class _Restore:
                 files.callback(opened.discard)
                 if len(opened.items) == 1:
                     opened.reader(*opened.items)
-                watch.lap("open")
+                self.meter.lap("open")
                 plans = self._plan(opened)
-                watch.lap("plan")
+                self.meter.lap("plan")
             runs = {name: execute.ReadLeaves(plan) for name, plan in plans.items.items()}
-            if self.meter.is_on:
-                self.meter.begin(location.path, sum([run.nbytes for run in runs.values()]))
-            watch.count(lambda: sum([run.nbytes for run in runs.values()]))
+            self.meter.begin(location.path, lambda: sum([run.nbytes for run in runs.values()]))
             for name, plan in plans.items.items():
                 run = runs.pop(name).read(self.meter)
-                watch.lap("read")
+                self.meter.lap("read")
                 values[name] = rebuild(plan, *execute.place(run))
-                watch.lap("place and rebuild")
+                self.meter.lap("place and rebuild")
         return values if plans.is_mapping else next(iter(values.values()))
 
     def unrestored(self) -> Any:

@@ -26,7 +26,6 @@ from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.object_store import commit as uploads
-from flax_ckpt_compat._core.progress import Stopwatch
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
@@ -45,7 +44,7 @@ _LOOKUP_TIMEOUTS = 4  # how many times ``coordination_timeout`` look-ups wait fo
 
 def save(request: SaveRequest, target: Any) -> str:
     """Save a tree; return the checkpoint's path in the caller's form."""
-    watch = Stopwatch()
+    meter = request.options.meter
     occupy_standard_streams()
     monitoring.record_event("/jax/flax/checkpoint/save")
     with depth.limited("saved"):
@@ -53,7 +52,7 @@ def save(request: SaveRequest, target: Any) -> str:
             _save_together(request, target)
         else:
             async_saves.wait_for_earlier_saves(request)
-            watch.lap("wait for earlier saves")
+            meter.lap("wait for earlier saves")
             listing = validation.check(request)
             if request.orbax_checkpointer:
                 request.directory.prepare_directory()
@@ -61,8 +60,8 @@ def save(request: SaveRequest, target: Any) -> str:
             else:
                 backend = backend_for(request.format)
                 tree = snapshot.tree_to_save(target, request)
-                write = functools.partial(_write, request, backend, backend.prepare(tree), tree, watch)
-                watch.lap("prepare")
+                write = functools.partial(_write, request, backend, backend.prepare(tree), tree)
+                meter.lap("prepare")
                 if request.async_manager:
                     async_saves.start(request.async_manager, request.directory, write)
                 else:
@@ -71,30 +70,26 @@ def save(request: SaveRequest, target: Any) -> str:
     return request.shown_path
 
 
-def _write(
-    request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Listing | None = None
-) -> None:
+def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, listing: Listing | None = None) -> None:
     """Write to a temporary, publish it, and retain; ``listing`` is a new one of the directory, or None."""
     location, meter, nbytes = request.location, request.options.meter, functools.partial(_own_nbytes, tree)
     if request.async_manager:
-        watch.lap("queue")
+        meter.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
     with meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
-        if meter.is_on:
-            meter.begin(request.path, nbytes(), rounds=2 if location.is_remote else 1)  # written, and sent
+        meter.begin(request.path, nbytes, rounds=2 if location.is_remote else 1)  # written, and sent
         with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
             # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
             with writing(request.path, temporary), jax.transfer_guard_device_to_host("allow"):
                 backend.write(temporary, prepared, request.options)
-            watch.lap("write")
+            meter.lap("write")
             validation.publish(request, lambda place, new: place.publish(temporary, new=new, meter=meter))
-        watch.lap("publish")
+        meter.lap("publish")
         retain(request)
-        watch.lap("retain")
-    watch.count(nbytes)
-    watch.log("Saved", request.path)
+        meter.lap("retain")
+    meter.log()
 
 
 def _save_together(request: SaveRequest, target: Any) -> None:
@@ -198,9 +193,8 @@ class _OwnSave:
                     part.upload.check_active()
 
         with meter.reporting():
-            if meter.is_on:
-                nbytes = _own_nbytes(self.tree, part.options.writers, part.process.index)
-                meter.begin(request.path, nbytes, rounds=2 if part.upload else 1)
+            nbytes = functools.partial(_own_nbytes, self.tree, part.options.writers, part.process.index)
+            meter.begin(request.path, nbytes, rounds=2 if part.upload else 1)
             try:
                 self.coordinator.barrier(COMMIT, write, on_primary=self._commit)
             finally:

@@ -137,7 +137,7 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
     with meter.reporting():
 
         def begin(total: Callable[[], int]) -> Count:
-            meter.begin("", total())
+            meter.begin("", total)
             return meter.add
 
         token = BAR.set(begin)

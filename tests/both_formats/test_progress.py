@@ -166,7 +166,7 @@ def test_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
     meter = progress.Meter(take_a_second, "save")
     with meter.reporting():
-        meter.begin("/c", 1000)
+        meter.begin("/c", lambda: 1000)
         for _ in range(10):
             now[0] += 0.125
             meter.add(50, ("a", "b"))
