@@ -68,7 +68,7 @@ class MsgpackReader(Reader):
     def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
         array = handle.locator
-        return (array.chunks, False) if isinstance(array, gda_read.FolderArray) else super().chunks_of(handle)
+        return (array.chunks, False) if isinstance(array, gda_read.FolderArray) else (handle.shape, True)
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""

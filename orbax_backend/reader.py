@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.array_boxes import readable_boxes
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
@@ -110,6 +110,8 @@ class OrbaxReader(Reader):
     def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
         leaf = handle.locator
+        if isinstance(leaf, LeafHandle):
+            return leaf.reader.chunks_of(leaf)
         if not isinstance(leaf, StoredLeaf):
             return super().chunks_of(handle)
         return leaf.info.chunks[: len(leaf.shape)], leaf.info.raw
@@ -139,9 +141,8 @@ class OrbaxReader(Reader):
         if not isinstance(leaf, StoredLeaf):
             return isinstance(leaf, str) and layout.STRINGS in recorded.intact
         if leaf.info.codec is not None and leaf.info.codec.checksum:
-            chunks, is_raw = self.chunks_of(handle)
-            limit = max(1, backend.BATCH_BYTES // max(1, leaf.dtype.itemsize))
-            for box in readable_boxes(leaf.shape, chunks, limit, splits_chunks=is_raw):
+            as_stored = dataclasses.replace(handle, shape=leaf.shape, dtype=leaf.dtype)  # bytes are an array
+            for box in self.boxes(as_stored, backend.BATCH_BYTES):
                 self.read([ArraySlice(handle, box)])
             return True
         return recorded.record() is not None and self._arrays.verify(ArrayRead(handle, leaf.whole), recorded)
@@ -175,10 +176,7 @@ class OrbaxReader(Reader):
             chunks.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         for parts, (leaf, numbers, chunks) in alike.items():
             copies, dtype = [(part.source, part.target) for part in parts.parts], parts.info.dtype
-            if parts.shape:
-                packed = memory.pack_chunks(chunks, parts.shape, dtype, parts.info.chunks, copies)
-            else:
-                packed = memory.pack_alike(chunks, (), dtype)
+            packed = memory.pack_chunks(chunks, parts.shape, dtype, parts.info.chunks, copies)
             for number, array in zip(numbers, packed, strict=True):
                 values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
         return others

@@ -6,14 +6,13 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert.jobs import FILES, Job
-from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.text_formatting import one_line
@@ -98,10 +97,6 @@ class _Computed(Reader):
     def _handle(self, kind: LeafKind, shape: tuple[int, ...], dtype: Any, compute: Callable[[], Any]) -> LeafHandle:
         nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize
         return LeafHandle((), kind, tuple(shape), dtype, nbytes, None, self, compute)
-
-    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:  # noqa: ARG002
-        """Yield the whole array: to compute a part takes as long."""
-        yield array_boxes.full_box(handle.shape)
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""

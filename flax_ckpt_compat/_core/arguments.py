@@ -30,7 +30,8 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
     if (math.prod(shape) != 1) if of_any_rank else shape:
         expected = "one number, or an array of equal ones" if name == "step" else "one number"
         raise ArgumentError(f"{name} must be {expected}, {found(value)}")
-    if is_traced(value):
+    jax = sys.modules.get("jax")  # a tracer implies that it is loaded
+    if jax is not None and isinstance(value, jax.core.Tracer):
         raise ArgumentError(
             f"{name} has no value yet, because jax is tracing this function (found {value!r:.100}); call this outside "
             "of jit and other transformations"
@@ -53,9 +54,3 @@ def flag(value: Any, name: str) -> bool:
     if not isinstance(given, bool | int | float) or given not in (0, 1):
         raise ArgumentError(f"{name} must be True or False, {found(value)}")
     return bool(given)
-
-
-def is_traced(value: Any) -> bool:
-    """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.core.Tracer)

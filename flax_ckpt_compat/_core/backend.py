@@ -141,7 +141,7 @@ class Reader(Protocol):
 
     def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """Return the shape of the chunks that an array is stored in, and whether parts of one are read without it."""
-        return handle.shape, True
+        return handle.shape, False
 
     def inspect(self) -> Inspection:
         """Compare the files with each other and with the tree, without reading arrays."""

@@ -158,21 +158,14 @@ def _read_run(deliver: Deliver, meter: Meter, check: Check | None, run: Run) -> 
             raise truncated(read)
     if check is not None:
         check(run, data)
-    if reads and not is_direct:
-        _hand_over(run, data, deliver)
-    if reads and meter.is_on:
-        meter.add(sum([read.nbytes for read in reads]), reads[-1].owner)
-
-
-def _hand_over(run: Run, data: memoryview, deliver: Deliver) -> None:
-    """Copy the bytes of reads to their memory, and deliver those of the others."""
     found: list[tuple[Read, memoryview]] = []
-    for read in run.reads:
-        _, offset, nbytes, _, target, *_ = read
-        part = data[offset - run.start : offset - run.start + nbytes]
-        if target is None:
+    for read in () if is_direct else reads:
+        part = data[read.offset - start : read.offset - start + read.nbytes]
+        if read.target is None:
             found.append((read, part))
         else:
-            target[:] = part[: len(target)]
+            read.target[:] = part[: len(read.target)]
     if found:
         deliver(found)
+    if reads and meter.is_on:
+        meter.add(sum([read.nbytes for read in reads]), reads[-1].owner)

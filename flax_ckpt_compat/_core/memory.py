@@ -61,7 +61,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = ALIGNME
 
 def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary."""
-    flat = shape if 0 < len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
+    flat = shape if len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
     whole = full_box(flat)
     packed = pack_chunks(arrays, flat, dtype, flat, [(whole, whole)])
     return packed if flat is shape else [row.reshape(shape) for row in packed]
@@ -88,7 +88,7 @@ def pack_chunks(
         chunks: Any = view_as(np.frombuffer(b"".join(some), np.uint8), dtype, (len(some), len(copies), *chunk))
         for number, (source, target) in enumerate(copies):
             rows[(slice(None), *target)] = chunks[(slice(None), number, *source)]
-        packed.extend(rows)
+        packed.extend(rows if shape else [rows[number, ...] for number in range(len(some))])  # no numpy scalars
     return packed
 
 

@@ -79,7 +79,7 @@ def shown(rows: Sequence[Row]) -> tuple[list[Row], int]:
 def listed(rows: Sequence[Row], more_is: str = "") -> list[str]:
     """Return the rows to show with their details, a line each; then the number of rows left out, and where they are."""
     found, more = shown(rows)
-    lines = [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in found]
+    lines = [printable(f"  {': '.join((*row.names, *row.detail))}{row.note}", one_line=True) for row in found]
     return [*lines, f"  and {more} more{more_is}"] if more else lines
 
 

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.lib import format as npy
 
 from flax_ckpt_compat._core import errors, memory
-from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
@@ -85,10 +84,6 @@ class _WholeReader(Reader):
             one.cut(values[key]) if isinstance(one, ArraySlice) else values[key]
             for key, one in zip(keys, handles, strict=True)
         ]
-
-    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:  # noqa: ARG002
-        """Yield the whole; see `Reader.boxes`."""
-        yield full_box(handle.shape)
 
     def close(self) -> None:
         """Close the files."""

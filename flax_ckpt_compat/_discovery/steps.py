@@ -62,13 +62,13 @@ def in_order(names: Iterable[str], prefix: str) -> list[str]:
 
 def of_replicated(step: Any) -> Any:
     """Return the step of a state that is replicated over devices: one element of an array of which all are equal."""
-    if not getattr(step, "shape", ()) or not hasattr(step, "dtype") or arguments.is_traced(step):
+    if not getattr(step, "shape", ()) or not hasattr(step, "dtype"):
         return step
     import numpy as np  # here, because listings of checkpoints do without it
 
     try:
         values = np.asarray(step).reshape(-1)
-    except (RuntimeError, TypeError, ValueError):  # deleted, spread over processes, or not an array: refused later
+    except (RuntimeError, TypeError, ValueError):  # deleted, traced, not all here, or no array: refused later
         return step
     return values[0] if values.size and (values == values[0]).all() else step
 

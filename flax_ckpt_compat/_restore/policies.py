@@ -228,9 +228,7 @@ def _unused_error(plan: TreePlan) -> errors.UnusedLeavesError:
     assert plan.target is not None
     unused = _unused_values(plan)
     lines = [f"{plan.path} has {len(unused)} leaves that the target lacks, so a restore would drop them:"]
-    rows, more = shown([Row((show_path(path),)) for path in unused])
-    lines += [printable(f"  {row.names[0]}{row.note}", one_line=True) for row in rows]
-    lines += [f"  and {more} more; flax_ckpt_compat.plan_restore names them all"] if more else []
+    lines += listed([Row((show_path(path),)) for path in unused], "; flax_ckpt_compat.plan_restore names them all")
     layers = _explain_rows(_longer_rows(plan.unused, plan.tree, plan.target.node), is_cut=True)
     lines.append(layers or "If the target should be what was saved, correct the configuration that it is made from.")
     tops = [literal(joined(path)) for path in topmost(plan.tree, set(unused))]
