@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.tree import show_path
 
 # Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
 _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
-_REMEDY = "restore an older step. To read it as it is, set checksums='off'"
+_REMEDY = "restore an older step. To read it as it is, use config.override(checksums='off')"
 
 
 def open_checksums(source: Source) -> ChecksummedFile | ChecksummedObject | None:

@@ -132,7 +132,8 @@ def read(wanted: Collection[tuple[FolderArray, Path]], meter: Meter, *, verify: 
     pending: list[tuple[FolderArray, Path, Box, Any]] = []  # with the box to read, and the memory for it
     for array, path in wanted:
         if verify and array.is_sound is False:
-            found, more = f"{array.folder / ZARR2_METADATA} {_ALTERED}", ". To read it as it is, set checksums='off'"
+            found = f"{array.folder / ZARR2_METADATA} {_ALTERED}"
+            more = ". To read it as it is, use config.override(checksums='off')"
             raise _damaged(array.checkpoint, path, found, ChecksumError, more)
         box = array_boxes.full_box(array.shape) if array.index is None else array.index
         with _translated(array, path):

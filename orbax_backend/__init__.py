@@ -1,4 +1,4 @@
-"""Read and write Orbax's on-disk format through TensorStore, without importing orbax."""
+"""Read and write Orbax's on-disk format, as TensorStore writes it, without importing orbax."""
 
 from __future__ import annotations
 

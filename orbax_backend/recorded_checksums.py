@@ -144,7 +144,7 @@ class Checksums:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
             raise ChecksumError(
                 f"{file}: the checksums of the checkpoint do not decode: {error}; restore the file from a backup. The "
-                f"checkpoint itself may be whole: without this file, or with checksums='off', it is read unverified",
+                "checkpoint may be whole: without this file, or in config.override(checksums='off'), it opens",
                 path=file.path,
             ) from error
 
@@ -187,7 +187,7 @@ def _check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None
     raise ChecksumError(
         f"{path}: {what} is not what was saved: the checksum of block {block // SUM_BYTES} (of {BLOCK_BYTES} bytes) "
         f"was expected to be {old}, found {new}; restore the files from a backup, or restore an older step. To read it "
-        f"as it is, set checksums='off'",
+        f"as it is, use config.override(checksums='off')",
         path=path,
         leaf=leaf,
     )

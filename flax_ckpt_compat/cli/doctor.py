@@ -22,8 +22,8 @@ from flax_ckpt_compat._view.report import Line, Report
 
 from . import _command_base as base
 
-_NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
-_OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors")
+_NEEDED = ("jax", "flax", "tensorstore", "msgpack", "zstandard", "crc32c", "ml_dtypes", "etils", "numpy", "rich")
+_OTHERS = ("jaxlib", "click", "orbax-checkpoint", "optax", "s3fs", "gcsfs", "adlfs", "huggingface_hub", "safetensors")
 _FLAG = "FLAX_USE_ORBAX_CHECKPOINTING"
 
 
@@ -93,7 +93,7 @@ def _settings() -> dict[str, str]:
 def _versions(problems: list[str]) -> dict[str, str]:
     found = {"flax-ckpt-compat": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     found["platform"] = platform.platform()
-    for name in (*_NEEDED, *_OPTIONAL):
+    for name in (*_NEEDED, *_OTHERS):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -42,7 +42,7 @@ flax-ckpt ls gs://bucket/runs/a --json
 @click.option("--leaves", is_flag=True, help="Open each checkpoint and count its leaves.")
 @base.json_option("a JSON list, with sizes in bytes and times in UTC")
 def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json: bool) -> None:
-    """List the checkpoints in DIRECTORY. It is a path, or an s3:// or gs:// URL.
+    """List the checkpoints in DIRECTORY. It is a path, or a URL (s3://, gs://, az://).
 
     Shows step, format, size, when it was saved, and whether it is complete or why not; then, apart, what is
     no checkpoint despite its name, what interrupted saves left, and names with other prefixes. Without --leaves

@@ -142,7 +142,7 @@ def test_report(tmp_path, monkeypatch):
     assert found.exit_code == 1, found.stderr
     assert found.stderr.rstrip().endswith(f"Problem: {missing} does not exist: did you mean {tmp_path}/checkpoint_1?")
     sections = json.loads(found.stdout)
-    for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
+    for name in ("jax", "flax", "tensorstore", "zstandard", "crc32c", "orbax-checkpoint"):
         assert sections["Versions"][name] == metadata.version(name)
     assert sections["Versions"]["python"] == f"{platform.python_version()} ({sys.executable})"
     assert sections["Flax"] == {

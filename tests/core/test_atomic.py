@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
 from tests.support.saves import around, before_publish, refuse
 
-OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
+OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as 1.0.0rc2 names them
 WRITER = """
 import sys, time
 from flax_ckpt_compat._core.local import temporaries

@@ -23,10 +23,10 @@ from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 
 GONE = (FileNotFoundError, NotADirectoryError)
 _STAGED = ".staged"
-# Machine, boot and a random number; of releases up to 1.0.0 machine, process, its start and a count.
+# Machine, boot and a random number; of release candidates machine, process, its start and a count.
 _TAG = r"(?P<machine>[0-9a-f]{12})-(?:(?P<boot>[0-9a-f]{12})-[0-9a-f]{12}|\d+-\d+-\d+)"
 # Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix, globs of users those that begin
-# with a dot. The role ``put`` is of releases up to 1.0.0.
+# with a dot. The role ``put`` is of release candidates.
 _TEMPORARY = re.compile(
     rf"\.(?P<name>.+)\.(?P<tag>{_TAG})(?P<role>new|old|put)"
     rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})"
