@@ -16,7 +16,6 @@ import sys
 import threading
 import tokenize
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
@@ -52,10 +51,6 @@ _ENCRYPTED = 1  # a flag
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _BAD_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError)
 _Kind = type[errors.CorruptCheckpointError]  # of damage
-_DAMAGE = (
-    zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError, OverflowError,
-    NotImplementedError, RecursionError,
-)  # fmt: skip
 
 
 class _WholeReader(Reader):
@@ -353,14 +348,15 @@ def _damaged(
 def _naming_damage(
     file: Location, what: str, leaf: str | None = None, kind: _Kind = errors.CorruptCheckpointError
 ) -> Iterator[None]:
-    """Raise `_damaged` for what does not decode."""
-    try:
-        with translated(file.path):
+    """Raise `_damaged` for what does not decode: each codec of zipfile has errors of its own, OSErrors among them."""
+    with translated(file.path):
+        try:
             yield
-    except _DAMAGE as cause:
-        if isinstance(cause, errors.CheckpointError):
-            raise
-        raise _damaged(file, f"{what} ({cause!r:.200})", leaf, kind) from cause
+        except Exception as cause:
+            is_of_system = isinstance(cause, (errors.CheckpointError, MemoryError)) or getattr(cause, "errno", None)
+            if is_of_system or errors.is_of_handler(cause):
+                raise
+            raise _damaged(file, f"{what} ({cause!r:.200})", leaf, kind) from cause
 
 
 def _check_depth(file: Location, levels: int) -> None:

@@ -386,10 +386,10 @@ def test_arrays_above_a_gibibyte_are_in_pieces(tmp_path: Path, monkeypatch: pyte
     assert_same(flax_ckpt_compat.restore(tmp_path / "a"), EASYLM)
 
 
-def archive(**members: bytes) -> bytes:
+def archive(compression: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
     """A zip archive of these files."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as found:
+    with zipfile.ZipFile(stream, "w", compression) as found:
         for name, content in members.items():
             found.writestr(name.replace("_npy", ".npy"), content)
     return stream.getvalue()
@@ -423,9 +423,16 @@ def ours(**kept: str) -> bytes:
     return header({"__metadata__": kept} | entry(), bytes(8))
 
 
+def damaged_at(at: int, content: bytes) -> bytes:
+    """A file of which a byte was changed."""
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
 DAMAGED = [
     *(archive(a_npy=array())[:length] for length in (-1, 60)),
     archive(a_npy=array()).replace(b"a.npy", b"b.npy", 1),
+    archive(a_npy=array())[:-4] + b"\1\0\0\0",  # the directory is said to begin behind the end
+    *(damaged_at(39, archive(codec, a_npy=array())) for codec in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)),
     *(
         archive(a_npy=content)
         for content in (
