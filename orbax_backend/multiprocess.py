@@ -29,7 +29,6 @@ from .ocdbt_writer import form_of, write_index
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
-from .zarr import Encoding
 
 
 def begin(save: ProcessSave) -> None:
@@ -73,7 +72,7 @@ def finish(save: ProcessSave) -> None:
     if plan.arrays:
         names = [_name_of(index, upload) for index in range(save.process.count)]
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
-            _check_complete(location, plan, writer.encoding_of(options), merge(path, names, location))
+            _check_complete(save, location, names, merge(path, names, location))
     writer.commit(path, plan, plan.record if options.checksums else None)
 
 
@@ -90,19 +89,21 @@ def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[t
     return found
 
 
-def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
+def _check_complete(save: ProcessSave, location: Location, names: Sequence[str], entries: Entries) -> None:
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
+    encoding = writer.encoding_of(save.options)
 
     @functools.cache
     def keys_of(shape: Shape, write_shape: Shape, dtype: Any) -> list[str]:
         return list(form_of(shape, write_shape, dtype, encoding).info.keys())
 
-    for entry, stored in plan.arrays:
+    for entry, stored in save.prepared.arrays:
         prefix = stored_names.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):
             if (prefix + key).encode() not in entries:
-                leaf = show_path(entry.path)
-                raise _incomplete(location, f"the value {prefix + key!r} of the leaf {leaf!r} is missing")
+                what = f"the value {prefix + key!r} of the leaf {show_path(entry.path)!r} is missing"
+                lost = ", ".join(name for name in names if not (location / name / MANIFEST).isfile())
+                raise _incomplete(location, f"{what}, as is the index of {lost}" if lost else what)
     for file, end in Index(location, entries).ends().items():
         at = location / file
         if not at.isfile() or at.size() < end:

@@ -105,7 +105,7 @@ def fold(rows: Iterable[Row]) -> list[Row]:
         if _is_parallel(columns, len(texts[0]) - 1):
             found.append(Row(_folded(members[0].names, columns), detail, len(members), members))
         else:
-            found += members
+            found += [Row(row.names, detail, members=[row]) for row in members]
     return found
 
 

@@ -89,7 +89,7 @@ def _lines(found: Diff) -> Iterator[Line]:
     folded = fold(rows)
     for row in folded[:_MAX_LINES]:
         kind, types = row.detail
-        numbers = _numbers([by_path[member.names[0]].values for member in row.members or [row]])
+        numbers = _numbers([by_path[member.names[0]].values for member in row.members])
         text, mark = ": ".join(filter(None, (types, numbers))), _MARKS.get(kind, "~")
         yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
     if left := sum(row.count for row in folded[_MAX_LINES:]):

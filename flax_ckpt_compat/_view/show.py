@@ -156,7 +156,7 @@ def _rows_of(
         rows.append(Row((one,), (forms.setdefault(form, str(len(forms))),)))
     root = f"{above}{name}/" if level else ""
     for row in fold(rows):
-        inside = [path for one in row.members or [row] for path in below[one.names[0]]]
+        inside = [path for one in row.members for path in below[one.names[0]]]
         yield from _rows_of(contents, types, inside, root, row.names[0], level + 1, folds=folds)
 
 
