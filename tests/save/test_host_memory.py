@@ -2,6 +2,7 @@
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,6 +242,18 @@ def test_real_libraries_read_it(disk_path: Path, flag: bool, compression: str | 
             assert verify(path).ok
             assert compression or large == 2 or share is None or share < 0.05
     assert seen
+
+
+def test_little_is_held_of_what_is_compressed(tmp_path: Path) -> None:
+    """It is written while more is compressed: 32 MB of noise, which two threads compress, take less than half."""
+    tree = list(np.random.default_rng(0).integers(0, 2**63, (32, 2**17)))
+    save(tmp_path / "small", tree[0], format="orbax", compression="zstd")
+    tracemalloc.start()
+    try:
+        save(tmp_path / "large", tree, format="orbax", compression="zstd")
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.slow

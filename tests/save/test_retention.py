@@ -28,7 +28,7 @@ from flax_ckpt_compat._save import retention
 from tests.random_cases import saves
 from tests.support.logs import warnings_logged
 from tests.support.profiles import examples
-from tests.support.saves import names, save_by, tree, use_flag
+from tests.support.saves import around, names, save_by, tree, use_flag
 
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
 
@@ -210,6 +210,16 @@ def test_array_folders_go_with_their_checkpoint(flag: bool, tmp_path: Path) -> N
             flax_checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=9)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=2)
     assert names(tmp_path) == ["checkpoint_2", "checkpoint_2_gda", "checkpoint_3", "checkpoint_best_gda", "other_1_gda"]
+
+
+def test_a_file_goes_before_its_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is stopped between the two leaves no step that looks whole, and lacks its arrays."""
+    ours.save_checkpoint(tmp_path, tree(1), 1)
+    (tmp_path / "checkpoint_1_gda" / "w").mkdir(parents=True)
+    around(monkeypatch, atomic, "discard", then=Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ours.save_checkpoint(tmp_path, tree(2), 2)
+    assert names(tmp_path) == ["checkpoint_1_gda", "checkpoint_2"]
 
 
 def test_an_eviction_that_another_process_does_first_is_no_error(

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat.cli import main
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python, tree, use_flag
-from tests.support.store_places import BY_TURNS, AnyBucket
+from tests.support.store_places import AnyBucket
 
 
 def state(number: int) -> dict[str, Any]:
@@ -58,8 +58,11 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     assert not [key for key in bucket.keys("run/") if "_begun" in key]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
+SLOW = [("s3", "msgpack"), ("s3", "orbax"), ("gs", "orbax")]
+ANY = [("gs", "msgpack"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+
+
+@pytest.mark.parametrize(("any_bucket", "format"), ANY, indirect=["any_bucket"])
 def test_the_loser_hears_of_it(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that overwrites an older step removes the newest, whose writer removes that step: saving again helps."""
     root, discard, evicted = f"{any_bucket.url}/run", commit.remove, []

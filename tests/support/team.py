@@ -90,7 +90,8 @@ class Team:
         self._folder = tempfile.TemporaryDirectory(prefix="team-")
         self._logs = [Path(self._folder.name, str(index)) for index in range(self.count)]
         call = "import sys; from tests.support import team; team.{}(*sys.argv[1:])"
-        self._coordinator = start_python(call.format("coordinate"), port, self.count) if outside else None
+        program = call.format("coordinate")
+        self._coordinator = start_python(program, port, self.count, **_ENVIRONMENT) if outside else None
         variables = _ENVIRONMENT | interpreters.devices(devices)
         self._members = [
             start_python(call.format("take_part"), index, self.count, port, int(outside), log, **variables)

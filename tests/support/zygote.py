@@ -44,7 +44,7 @@ def serve() -> types.CodeType:
     atexit.register(_spare, loaded)  # after what the modules below register
     before = set(sys.modules)
     for name in PRELOAD:
-        with suppress(ImportError):  # a part of jaxlib that another release may not have
+        with suppress(Exception):  # another release may lack it, or not load beside the others: a program tells of it
             importlib.import_module(name)
     names = {name for name in sys.modules.keys() - before if name.partition(".")[0] not in _TAKEN_APART}
     loaded |= {name: sys.modules[name] for name in names}
