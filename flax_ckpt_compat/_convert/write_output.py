@@ -17,7 +17,7 @@ from flax_ckpt_compat._convert.plan_output import Output, files_below
 from flax_ckpt_compat._convert.stored_trees import to_write
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError, translated, writing
+from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError, translated
 from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location, location_of
@@ -60,7 +60,7 @@ def write(temporary: str, output: Output, prepared: Any, destination: Location) 
         with translated(final, "written"):
             create_directory(temporary)
     for item, (_, plan) in prepared.items():
-        with writing(final, temporary):
+        with translated(final, "saved", temporary=temporary):
             _writer(output).write(os.path.join(temporary, item) if item else temporary, plan, options)
     if output.to not in FILES:
         with translated(final, "written"):

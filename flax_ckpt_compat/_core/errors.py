@@ -261,11 +261,6 @@ class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up ente
             raise storage_error(self._path, error, self._doing, self._temporary) from (cause or error)
 
 
-def writing(path: str, temporary: str) -> translated:
-    """Return what translates an OSError about a temporary into a StorageError about the checkpoint."""
-    return translated(path, "saved", temporary=temporary)
-
-
 def storage_error(path: str, error: Exception, doing: str = "", temporary: str = "") -> StorageError:
     """Return the StorageError for an error of the file system, or of TensorStore on it; see `translated`."""
     if isinstance(error, StorageError) and not temporary:

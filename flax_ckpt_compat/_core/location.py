@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.storage import Location as Location
-from flax_ckpt_compat._core.urls import normal_url
+from flax_ckpt_compat._core.storage import split_url
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
+_REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
 
 
@@ -52,6 +54,15 @@ def as_text(path: object, what: str = "path") -> str:
 def is_url(path: str) -> bool:
     """Return whether a path is the URL of an object store."""
     return "://" in path and not _FILE_URL.match(path)
+
+
+def normal_url(url: str) -> str:
+    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes."""
+    scheme, bucket, key = split_url(url)
+    if found := _REFUSED.search(url):
+        message = f"{url!a} has the character {found[0]!a}, with which stores take no name, or change it; leave it out"
+        raise StorageError(message, path=url)
+    return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
 
 
 def normal(path: str) -> str:

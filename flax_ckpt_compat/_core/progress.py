@@ -65,9 +65,10 @@ class Meter:
     Threads call `add`. One of them at a time calls the callback, at most five times a second. What it raises is logged,
     ends no save or restore, and is its last call."""
 
-    def __init__(self, callback: Callback | None = None, doing: Literal["save", "restore"] = "save"):
-        self.is_on = callback is not None  # somebody asked for reports
-        self._callback, self._doing = callback, doing
+    def __init__(self, progress: Any = None, doing: Literal["save", "restore"] = "save"):
+        """Begin to time phases; ``progress`` is the setting. There is no bar where no terminal shows it."""
+        self._callback: Callback | None = (bar if is_shown() else None) if progress == BAR else progress
+        self.is_on, self._doing = self._callback is not None, doing  # somebody asked for reports
         self._path, self._total = "", 0
         self._start, self._due = 0.0, math.inf  # when it began, and when the next report is due
         self._done = self._counted = 0  # bytes that were reported, and those of all rounds
@@ -147,13 +148,6 @@ class Meter:
 
 
 OFF = Meter()
-
-
-def callback_of(setting: Any) -> Callback | None:
-    """Return the callback that a value of the setting ``progress`` means; no bar where no terminal shows it."""
-    if setting != BAR:
-        return setting  # type: ignore[no-any-return]
-    return bar if is_shown() else None
 
 
 def is_shown() -> bool:

@@ -35,6 +35,15 @@ _TRANSLATED = {
 }
 
 
+def split_url(url: str) -> tuple[str, str, str]:
+    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise StorageError(f"{url} names no bucket; write {scheme.lower()}://bucket/folder", path=url)
+    return scheme.lower(), bucket, key
+
+
 class Stat(NamedTuple):
     """Size and version of a file, as its store lists them."""
 

@@ -32,12 +32,10 @@ def literal(text: str) -> str:
 
 def format_size(nbytes: float) -> str:
     """Format bytes with three digits and a decimal unit."""
-    if nbytes < _THOUSAND:
-        return f"{nbytes:.0f} B"
     value, unit = float(nbytes), 0
     while value >= _THOUSAND - 0.5 and unit < len(_UNITS) - 1:
         value, unit = value / _THOUSAND, unit + 1
-    decimals = max(0, 3 - len(f"{value:.0f}"))
+    decimals = max(0, 3 - len(f"{value:.0f}")) if unit else 0
     return f"{value:.{decimals}f} {_UNITS[unit]}"
 
 
@@ -103,7 +101,9 @@ def fold(rows: Iterable[Row]) -> list[Row]:
     for (texts, detail), group in alike.items():
         members, columns = [row for row, _ in group], list(zip(*(numbers for _, numbers in group), strict=True))
         if _is_parallel(columns, len(texts[0]) - 1):
-            found.append(Row(_folded(members[0].names, columns), detail, len(members), members))
+            sets = map(_set, columns)
+            names = tuple([_NUMBER.sub(lambda _, sets=sets: next(sets), name) for name in members[0].names])
+            found.append(Row(names, detail, len(members), members))
         else:
             found += [Row(row.names, detail, members=[row]) for row in members]
     return found
@@ -113,12 +113,6 @@ def _is_parallel(columns: Sequence[Sequence[str]], own: int) -> bool:
     """Return whether each column is one of the first ``own``, or a constant away: 0..3 beside 3..0 are not."""
     steps = [[int(number) - int(column[0]) for number in column] for column in columns]
     return all(one in steps[:own] or not any(one) for one in steps[own:])
-
-
-def _folded(names: Sequence[str], columns: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Return names with the set of the numbers in each place."""
-    sets = map(_set, columns)
-    return tuple(_NUMBER.sub(lambda _: next(sets), name) for name in names)
 
 
 def _set(numbers: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from jax import monitoring
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import memory, progress
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, add_sentence
 from flax_ckpt_compat._core.location import Location
@@ -61,7 +61,7 @@ class _Restore:
     def __init__(self, target: Any, options: RestoreOptions, checkpointer: Any):
         self._target, self._options, self._checkpointer = target, options, checkpointer
         self._start = time.time()
-        self.meter = Meter(progress.callback_of(options.settings.progress), "restore")
+        self.meter = Meter(options.settings.progress, "restore")
 
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""

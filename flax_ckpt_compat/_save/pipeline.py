@@ -20,7 +20,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
-from flax_ckpt_compat._core.errors import writing
+from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import Location
@@ -82,7 +82,7 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, li
         meter.begin(request.path, nbytes, rounds=2 if location.is_remote else 1)  # written, and sent
         with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
             # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
-            with writing(request.path, temporary), jax.transfer_guard_device_to_host("allow"):
+            with translated(request.path, "saved", temporary=temporary), jax.transfer_guard_device_to_host("allow"):
                 backend.write(temporary, prepared, request.options)
             meter.lap("write")
             validation.publish(request, lambda place, new: place.publish(temporary, new=new, meter=meter))
@@ -167,7 +167,8 @@ class _OwnSave:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         explaining = interrupted_saves.explaining_failures(self.request.location)
-        with explaining, writing(self.request.path, self.part.path), jax.transfer_guard_device_to_host("allow"):
+        naming = translated(self.request.path, "saved", temporary=self.part.path)
+        with explaining, naming, jax.transfer_guard_device_to_host("allow"):
             yield
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, progress
+from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._core.location import Location, is_url, local, normal
@@ -109,7 +109,7 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
     if async_manager and not (is_manager and hasattr(async_manager, "save_async")):  # as Flax asks
         what = "a checkpoints.AsyncManager(), or an object with its methods"
         raise CheckpointerError(f"async_manager must be {what}; {arguments.found(async_manager)}")
-    meter = Meter(progress.callback_of(settings.progress), "save")
+    meter = Meter(settings.progress, "save")
     request = SaveRequest(
         overwrite=arguments.flag(overwrite, "overwrite"),
         async_manager=async_manager,

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import StorageError, is_of_handler, not_found
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Stat
-from flax_ckpt_compat._core.urls import split_url
+from flax_ckpt_compat._core.storage import Stat, split_url
 
 ABSENT = ""  # the version of an object that is not there
 EXPIRES_AFTER = 24 * 3600  # s; then a writer without a commit counts as dead

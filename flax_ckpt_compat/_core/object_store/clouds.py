@@ -16,9 +16,8 @@ from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, PART_BYTES, Client, Key
 from flax_ckpt_compat._core.progress import Meter
-from flax_ckpt_compat._core.storage import Stat
+from flax_ckpt_compat._core.storage import Stat, split_url
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.urls import split_url
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10, 30  # without a byte, before a request is tried again
 _TRIES, _CONNECTIONS = 8, 64

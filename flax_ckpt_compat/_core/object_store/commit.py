@@ -38,9 +38,8 @@ from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Cli
 from flax_ckpt_compat._core.object_store.hub_and_epath import EpathClient, HubClient, is_known
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Location, Stat
+from flax_ckpt_compat._core.storage import Location, Stat, split_url
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.urls import split_url
 
 _log = logging.getLogger("flax_ckpt_compat")
 _AT_ONCE = 16

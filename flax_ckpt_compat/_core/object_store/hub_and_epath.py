@@ -18,8 +18,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_h
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, imported, replaced
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
-from flax_ckpt_compat._core.storage import Location, Stat
-from flax_ckpt_compat._core.urls import split_url
+from flax_ckpt_compat._core.storage import Location, Stat, split_url
 
 # An entry that is not in the local cache is no missing one, but a network that is.
 _MISSING = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
