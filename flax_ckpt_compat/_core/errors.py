@@ -212,15 +212,11 @@ class ConcurrentWriteError(StorageError):
 
 def is_of_handler(error: BaseException) -> bool:
     """Return whether a signal handler of the program raised an error: a TimeoutError, say, which must reach it."""
-    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    # A function or method, a functools.partial of one, or an object that is called.
+    forms = [form for one in handlers for form in (one, getattr(one, "func", None), type(one).__call__)]
+    codes = {getattr(form, "__code__", None) for form in forms} - {None}
     return bool(codes) and any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code_of(handler: Any) -> Any:
-    handler = getattr(handler, "func", handler)  # of functools.partial
-    if not hasattr(handler, "__code__") and callable(handler):
-        handler = type(handler).__call__
-    return getattr(handler, "__code__", None)
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

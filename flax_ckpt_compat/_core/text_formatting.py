@@ -102,7 +102,7 @@ def fold(rows: Iterable[Row]) -> list[Row]:
         members, columns = [row for row, _ in group], list(zip(*(numbers for _, numbers in group), strict=True))
         if _is_parallel(columns, len(texts[0]) - 1):
             sets = map(_set, columns)
-            names = tuple([_NUMBER.sub(lambda _, sets=sets: next(sets), name) for name in members[0].names])
+            names = tuple([one[0] + "".join([next(sets) + text for text in one[1:]]) for one in texts])
             found.append(Row(names, detail, len(members), members))
         else:
             found += [Row(row.names, detail, members=[row]) for row in members]
