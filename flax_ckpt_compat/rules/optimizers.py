@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
@@ -14,10 +16,11 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_bran
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._nodes import is_empty, leaves_of
-from flax_ckpt_compat.rules._rule import Trees, rule
+from flax_ckpt_compat.rules._rule import Trees, misfit, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
 _FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
+_WRAPPERS = frozenset(("inner_state", "inner_states", "inner_opt_state"))  # fields that hold states, likewise
 _NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
 
@@ -33,8 +36,8 @@ def optimizer_state(
     without its moments; of a parameter, all moments are, or none if one of them has another shape (``novograd`` keeps
     one number where ``adam`` keeps an array).
 
-    Of several states that fit the same parameters, the one with the same names in its path is used (``gen``, ``disc``);
-    order decides only among members of a chain. An ambiguous match is an error.
+    Of several states that fit the same parameters, the one with the same names in its path is used (``gen``, ``disc``),
+    and never that of another such name; order decides only among members of a chain. An ambiguous match is an error.
 
     One state that became several, of ``gen`` and ``disc``, or several that became one, take a rule for each part, with
     the part's name if only one of the two states has it in its moments: ``optimizer_state("opt_gen", "opt", "gen")``.
@@ -52,38 +55,28 @@ def optimizer_state(
     stored, target, _ = trees
     at_path = _place(target, at, "the target")
     start = _place(stored, at if stored_at is None else stored_at, "the checkpoint")
-    is_elsewhere = at_path[: len(start)] != start and start[: len(at_path)] != at_path
     own, old = node_at(target, at_path), node_at(stored, start)
-    if subtree is not None:
-        old = _in_part(old, own, _nodes.new_names(subtree))
-    wanted, branches = list(_target_states(at_path, own)), list(iter_branches(old))
+    part = () if subtree is None else _nodes.new_names(subtree)
+    held = [any(path and node_at(one, part) is not None for path, one in iter_branches(node)) for node in (own, old)]
+    if part and held[0] == held[1]:
+        raise misfit(part, "is below the moments of both states or of neither, so it is neither taken away nor added")
+    wanted, branches = sorted(_target_states(at_path, own), key=_State.order), list(iter_branches(old))
     taken: dict[Path, Node] = {}
     for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
         group = [state for state in wanted if state.node.children.keys() == fields]
-        similar = [_State(start, *one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
-        taken |= _taken(group, sorted(similar, key=_State.order))
+        taken |= _taken(group, sorted(_similar(start, branches, part, group), key=_State.order), wanted)
     if not taken:
-        ours, theirs = _fields(state.node for state in wanted), _fields(branch for _, branch in branches)
+        ours, theirs = (
+            "; ".join(dict.fromkeys(", ".join(one.children) for one in nodes if one.children))[:300] or "nothing"
+            for nodes in ([state.node for state in wanted], [branch for _, branch in branches])
+        )
         raise TransformError(
             f"no stored state fits, by names and shapes. The target's have the fields: {ours}; below "
             f"{show_path(start)} the checkpoint has: {theirs}. Rename parameters first; from_target begins a new one",
             leaf=show_path(at_path),
         )
-    if is_elsewhere:
-        _refuse_loss(stored, at_path, start)
-
-    def new_leaf(path: Path, leaf: Node) -> Node:
-        if isinstance(leaf, Branch):
-            return leaf
-        # What earlier rules have put there goes first.
-        given = node_at(stored, (*at_path, *path)) if is_elsewhere and leaf is not None else None
-        return given if isinstance(given, LeafHandle | Derived) else taken.get(path, Own.KEEP_TARGET)
-
-    return _nodes.put(stored, at_path, map_leaves(new_leaf, own))
-
-
-def _fields(nodes: Iterable[Branch]) -> str:
-    return "; ".join(dict.fromkeys(", ".join(node.children) for node in nodes if node.children))[:300] or "nothing"
+    taken |= _given(stored, at_path, start)
+    return _nodes.put(stored, at_path, map_leaves(lambda path, _: taken.get(path, Own.KEEP_TARGET), own))
 
 
 def _place(tree: Node, pattern: str, whose: str) -> Path:
@@ -106,10 +99,11 @@ class _State:
     labels: frozenset[str] = frozenset()
     is_in_order: bool = False
 
-    def order(self) -> tuple[tuple[bool, int, str], ...]:
-        """Return a sort key of the path: numbers by value, independent of the format's order of names."""
-        return tuple((not one.isdecimal(), int(one) if one.isdecimal() else 0, one) for one in self.path)
+    def order(self) -> tuple[list[str], list[int]]:
+        """Return names and numbers in the path, as a sort key: formats have orders of their own."""
+        return [one for one in self.path if not one.isdecimal()], [int(one) for one in self.path if one.isdecimal()]
 
+    @functools.cached_property
     def moments(self) -> set[Path]:
         """Return the paths of the leaves that belong to parameters."""
         leaves = self.leaves.items()
@@ -118,68 +112,68 @@ class _State:
     def common(self, other: _State) -> list[Path]:
         """Return paths of the leaves that another state has in the same shape: of a parameter all moments, or none."""
         fitting = [path for path, leaf in self.leaves.items() if _fits(other.leaves.get(path), leaf)]
-        held = {path for path in self.moments() if other.leaves.get(path) is not None}
+        held = {path for path in self.moments if other.leaves.get(path) is not None}
         differ = {path[1:] for path in held.difference(fitting)}
-        return [path for path in fitting if path not in held or path[1:] not in differ]
+        found = [path for path in fitting if path not in held or path[1:] not in differ]
+        return [] if self.moments and self.moments.isdisjoint(found) else found  # no count without moments
 
 
-def _taken(wanted: list[_State], stored: list[_State]) -> dict[Path, Node]:
-    """Map paths in the target's optimizer state to stored leaves; all states have the same fields."""
-    found = [(state, {one: state.common(one) for one in stored}) for state in wanted]
-    chosen = [_chosen(state, common, wanted) for state, common in found]
+def _taken(wanted: list[_State], stored: list[_State], every: list[_State]) -> dict[Path, Node]:
+    """Map paths in the target's optimizer state, of ``every`` state, to stored leaves; the others have equal fields."""
+    pairs = [(state, {one: state.common(one) for one in stored}) for state in wanted]
+    chosen = [_chosen(state, common, wanted, every) for state, common in pairs]
     spare = [one for one in stored if one not in chosen]
     taken: dict[Path, Node] = {}
-    users: dict[tuple[_State, Path], _State] = {}
-    for (state, common), source in zip(found, chosen, strict=True):
-        if source is None:
-            continue
-        moments = state.moments()
-        for path in common[source]:
-            other = users.setdefault((source, path), state)
-            if other is not state and path in moments:
-                raise _ambiguous([(state, source), (other, source)], wanted, stored)
-            taken[(*state.path, *path)] = source.leaves[path]
-        # Several optimizers may have become one: take its other moments from states that are not used otherwise.
-        more = [(one, path) for one in spare if not _overlap(moments, [source, one]) for path in common[one]]
-        counts = Counter(path for _, path in more)
-        more = [(one, path) for one, path in more if path in moments and counts[path] == 1]
-        taken |= {(*state.path, *path): one.leaves[path] for one, path in more}
+    for source in stored:
+        users = [pair for pair, one in zip(pairs, chosen, strict=True) if one is source]
+        if source.moments and _overlap(source, [state for state, _ in users]):
+            raise _ambiguous([(state, source) for state, _ in users], wanted, stored)
+        for state, common in users:
+            # Several optimizers may have become one: take its other moments from states that are not used otherwise.
+            more = [one for one in spare if not _overlap(state, [source, one]) and not _is_anothers(state, one, every)]
+            moments = Counter(path for one in more for path in common[one] if path in state.moments)
+            for one in (source, *more):
+                its = [path for path in common[one] if one is source or moments[path] == 1]
+                taken |= {(*state.path, *path): one.leaves[path] for path in its}
     return taken
 
 
-def _chosen(state: _State, common: dict[_State, list[Path]], wanted: list[_State]) -> _State | None:
-    """Return the stored state that fits a target's state best, of those with the leaves that they have in common."""
-    moments, stored = state.moments(), list(common)
-    # No counts without their moments.
-    held = {one: moments.intersection(paths) if moments else set(paths) for one, paths in common.items()}
-    able = {one: len(state.labels.intersection(one.path)) for one, paths in held.items() if paths}
+def _is_anothers(state: _State, source: _State, every: list[_State]) -> bool:
+    """Return whether a stored state has the names of another network of the target, with the same parameters."""
+    names = frozenset(source.path) - _WRAPPERS
+    others = [one for one in every if len(one.labels & names) > len(state.labels & names)]
+    parameters = {path[1:] for one in every if others and one.labels == state.labels for path in one.moments}
+    return any(path[1:] in parameters for one in others if state.labels - one.labels for path in one.moments)
+
+
+def _chosen(
+    state: _State, common: dict[_State, list[Path]], wanted: list[_State], every: list[_State]
+) -> _State | None:
+    """Return the stored state that fits a target's state best, by names and leaves that they have in common."""
+    able = {one: len(state.labels.intersection(one.path)) for one, paths in common.items() if paths}
     # Of those with the same moments, the one with most of the user's names in its path is meant.
-    nearest = (
-        one for one in able if all(able[one] >= able[other] or held[one].isdisjoint(held[other]) for other in able)
-    )
-    fits = {one: (len(common[one]), able[one]) for one in nearest}
+    worse = [one for one, other in permutations(able, 2) if able[one] < able[other] and _overlap(state, [one, other])]
+    fits = {one: (len(common[one]), able[one]) for one in able if one not in worse}
     equal = [one for one, fit in fits.items() if fit == max(fits.values())]
-    here, there = _row(state, wanted), _row(equal[0], stored) if equal else []
-    if len(here) == len(there) and set(equal).issubset(there):
-        one = there[here.index(state)]  # members of a chain have an order, and names have none
-        is_same = state.is_in_order or [*filter(str.isdecimal, state.path)] == [*filter(str.isdecimal, one.path)]
-        equal = [one] if is_same and one in equal else equal
-    if len(equal) > 1 and (not moments or _overlap(moments, equal)):
-        raise _ambiguous([(state, one) for one in equal], wanted, stored)
-    return equal[0] if equal else None  # others have other parameters; `_taken` adds those
+    if len(equal) > 1:
+        here = [one for one in wanted if one.order()[0] == state.order()[0]]
+        there = [one for one in common if one.order()[0] == equal[0].order()[0]]
+        if len(here) == len(there) and set(equal).issubset(there):
+            one = there[here.index(state)]  # members of a chain have an order, and names have none
+            equal = [one] if one in equal and (state.is_in_order or state.order()[1] == one.order()[1]) else equal
+    if len(equal) > 1 and _overlap(state, equal):  # others have other parameters, which `_taken` adds
+        raise _ambiguous([(state, one) for one in equal], wanted, list(common))
+    return equal[0] if equal and not _is_anothers(state, equal[0], every) else None
 
 
 def _ambiguous(pairs: list[tuple[_State, _State]], wanted: list[_State], stored: list[_State]) -> TransformError:
     """Return the error for states that fit equally well, with the rules for pairs of them."""
-
-    def holds_one(path: Path, states: list[_State]) -> bool:
-        return sum(one.path[: len(path)] == path for one in states) == 1
-
+    held = [Counter(one.path[:end] for one in states for end in range(len(one.path))) for states in (wanted, stored)]
     lines = []
     for state, source in pairs[:4]:
         here, there = state.path, source.path
         # The outermost paths that hold no other state, which a rule for more would begin anew.
-        while here[-1:] == there[-1:] != () and holds_one(here[:-1], wanted) and holds_one(there[:-1], stored):
+        while here[-1:] == there[-1:] != () and held[0][here[:-1]] == held[1][there[:-1]] == 1:
             here, there = here[:-1], there[:-1]
         paths = dict.fromkeys((show_path((*state.root, *here)), show_path((*source.root, *there))))
         lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
@@ -190,51 +184,26 @@ def _ambiguous(pairs: list[tuple[_State, _State]], wanted: list[_State], stored:
     )
 
 
-def _row(state: _State, states: list[_State]) -> list[_State]:
-    """Return those of several states whose paths differ from a state's in numbers only, in order."""
-    names, *others = ([name for name in one.path if not name.isdecimal()] for one in (state, *states))
-    return sorted((one for one, its in zip(states, others, strict=True) if its == names), key=_State.order)
+def _overlap(state: _State, states: list[_State]) -> bool:
+    """Return whether two of several states have moments of the same parameter as a state, in any shape."""
+    return any(sum(one.leaves.get(path) is not None for one in states) > 1 for path in state.moments or state.leaves)
 
 
-def _overlap(moments: set[Path], states: list[_State]) -> bool:
-    """Return whether two of several stored states have moments of the same parameter, in any shape."""
-    return any(sum(one.leaves.get(path) is not None for one in states) > 1 for path in moments)
-
-
-def _in_part(old: Node, own: Node, part: Path) -> Node:
-    """Return a stored state whose moments have, or lack, a level of the parameters as those of the target do."""
-    there, here = (
-        {path[-1] for path, branch in iter_branches(node) if path and node_at(branch, part) is not None}
-        for node in (old, own)
-    )
-    if bool(there) == bool(here):
-        where = "both states have" if here else "neither state has"
-        shown = show_path(part)
-        raise TransformError(f"{where} {shown} below its moments, so it is neither taken away nor added", leaf=shown)
-
-    def new_paths(path: Path) -> list[Path]:
-        for end, name in enumerate(path, 1):
-            field, below = path[:end], path[end:]
-            if name in here:
-                return [field + part + below]
-            if name in there and node_at(old, field + part) is not None:
-                return [field + below[len(part) :]] if below[: len(part)] == part else []
-        return [path]
-
-    return _nodes.remap(old, new_paths)
-
-
-def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
-    """Raise if the rule would overwrite a stored state that it does not read; a later rule may read it."""
-    for path, leaf in leaves_of(node_at(stored, at_path)).items():
-        here = (*at_path, *path)
-        if isinstance(leaf, LeafHandle) and here[max(len(here) - len(leaf.path), 0) :] == leaf.path:
+def _given(stored: Node, at_path: Path, start: Path) -> dict[Path, LeafHandle | Derived]:
+    """Return what earlier rules put there, which goes first; raise if a stored state is there, for later rules."""
+    if at_path[: len(start)] == start or start[: len(at_path)] == at_path:
+        return {}  # it is the state that is read, or a part of it
+    there = leaves_of(node_at(stored, at_path)).items()
+    given = {path: leaf for path, leaf in there if isinstance(leaf, LeafHandle | Derived)}
+    for path, leaf in given.items():
+        if isinstance(leaf, LeafHandle) and (*at_path, *path)[-len(leaf.path) :] == leaf.path:
             shown = show_path(at_path)
             raise TransformError(
                 f"the checkpoint has {shown}, too, which {show_path(start)} would replace; before this rule use "
                 f"rules.drop({shown!r}) if it is not wanted, else rules.move({start[0]!r}, 'old') and read old/… here",
                 leaf=shown,
             )
+    return given
 
 
 def _target_states(root: Path, own: Node) -> Iterator[_State]:
@@ -253,10 +222,24 @@ def _target_states(root: Path, own: Node) -> Iterator[_State]:
             yield _State(root, path, nodes[path], its, labels, is_in_order)
 
 
-def _alike(first: Branch, second: Branch) -> bool:
-    """Return whether two nodes have the same fields; empty ones may be missing, as releases of optax add fields."""
-    fields = {**first.children, **second.children}
-    return all(is_empty(fields[name]) for name in first.children.keys() ^ second.children.keys())
+def _similar(root: Path, branches: list[tuple[Path, Branch]], part: Path, group: list[_State]) -> Iterator[_State]:
+    """Yield the stored states with the fields of some of the target's; moments get or lose a part as those have it."""
+    own = group[0].node.children
+    here = {name for one in group for name, child in one.node.children.items() if node_at(child, part) is not None}
+    for path, node in branches:
+        extra = own.keys() ^ node.children.keys()  # releases of optax add fields that are empty
+        if any(not is_empty(one.get(name)) for one in (own, node.children) for name in extra):
+            continue
+        leaves: dict[Path, Any] = {}
+        for (field, *below), leaf in leaves_of(node).items():
+            is_there = node_at(node.children[field], part) is not None
+            if is_there == (field in here):
+                leaves[(field, *below)] = leaf
+            elif not is_there:
+                leaves[(field, *part, *below)] = leaf
+            elif below[: len(part)] == [*part]:
+                leaves[(field, *below[len(part) :])] = leaf
+        yield _State(root, path, node, leaves)
 
 
 def _fits(stored: Any, own: Any) -> bool:

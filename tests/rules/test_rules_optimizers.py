@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable
 from functools import cache, partial
@@ -38,6 +37,7 @@ MULTI = optax.MultiSteps(ADAM, 2)
 NOVOGRAD = optax.novograd(1e-3)
 CLIP = optax.clip(1.0)
 CLIPPED = optax.chain(CLIP, ADAM)
+SCHEDULE = optax.scale_by_schedule(optax.constant_schedule(1.0))
 
 
 @cache
@@ -219,7 +219,17 @@ SEVERAL: dict[str, tuple[Any, Any, dict[str, float]]] = {
     "a wrapper that the other one has had makes no relatives": (
         {"gen": numbered(1, MULTI), "disc": numbered(2)},
         {"gen": fresh(), "disc": fresh(MULTI)},
-        {"gen": 1, "disc/inner_opt_state": 2, "disc/": math.nan},
+        {"gen": 1, "disc/inner_opt_state": 2},
+    ),
+    "a wrapper and a schedule that moved to another network": (
+        {"nets": {"gen": numbered(1, optax.chain(MULTI, SCHEDULE)), "disc": numbered(2)}},
+        {"nets": {"gen": fresh(), "disc": fresh(optax.chain(MULTI, SCHEDULE))}},
+        {"nets/gen": 1, "nets/disc/0/inner_opt_state": 2},
+    ),
+    "a label that some parameters got": (
+        numbered(1, optax.multi_transform({"x": optax.chain(ADAM, SCHEDULE)}, {"w": "x", "b": "x"})),
+        fresh(optax.multi_transform(dict.fromkeys("xy", optax.chain(ADAM, SCHEDULE)), {"w": "x", "b": "y"})),
+        {"": 1},
     ),
     "its own name before another that has all the shapes of today": (
         {"gen": numbered(1), "disc": numbered(2, params=WIDE)},
@@ -283,7 +293,7 @@ REFUSED: list[tuple[Any, Any, rules.Rule, str]] = [
         numbered(1),
         fresh(),
         rules.optimizer_state("opt_state", "opt_state", "net"),
-        "neither state has net below its moments",
+        "net is below the moments of both states or of neither",
     ),
 ]
 
