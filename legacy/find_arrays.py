@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, translated
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -55,8 +55,7 @@ def open_source(location: Location) -> Source:
     """Open a file or object; raise if nothing is there, or it is empty or no file."""
     path = location.path
     try:
-        with translated(path, "read", (OSError, ValueError)):
-            source = location.open_file()
+        source = location.open_file()
     except FileNotFoundError as error:
         message = f"{path}: no such checkpoint; list the directory for others"
         raise CheckpointNotFoundError(message, path=path) from error

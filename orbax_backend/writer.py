@@ -25,7 +25,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import TENSORSTORE_ERRORS, StorageError, is_of_handler, translated
+from flax_ckpt_compat._core.errors import StorageError, is_of_handler, translated
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
@@ -102,7 +102,7 @@ def write_arrays(
     reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
     try:
         start_transfers([stored for _, stored in arrays])
-        with translated(path, "written", TENSORSTORE_ERRORS):
+        with translated(path, "written"):
             with pause_gc(enabled=not reads):
                 for name, stored in arrays:
                     if reads:

@@ -1,1 +1,1 @@
-"""Share primitives with all other packages; import none of them, nor jax or flax; load TensorStore only for stores."""
+"""Share primitives with all other packages; import none of them, nor jax or flax."""

@@ -1,7 +1,7 @@
 """Define the errors that do not depend on flax; ``flax_ckpt_compat.errors`` re-exports them, and has the others.
 
-Each class inherits the built-in that callers of Flax already catch. Errors of the file system, and of TensorStore on
-it, are translated into ours here, with reason and remedy."""
+Each class inherits the built-in that callers of Flax already catch. Errors of the file system are translated into ours
+here, with reason and remedy."""
 
 from __future__ import annotations
 
@@ -231,7 +231,6 @@ _REMEDIES = {
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
     errno.ENAMETOOLONG: "shorten the directory, the prefix or the step",
 }
-TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _KINDS = {
     FileNotFoundError: MissingPathError,
     NotADirectoryError: MissingPathError,
@@ -240,29 +239,27 @@ _KINDS = {
 
 
 class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up enters one, so it is no generator)
-    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; ``doing`` completes "could not be …".
+    """Translate OSErrors into StorageError; ``doing`` completes "could not be …".
 
     StorageErrors about a ``temporary`` become such about the checkpoint at the path, too."""
 
-    def __init__(
-        self, path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,), temporary: str = ""
-    ):
-        self._path, self._doing, self._kinds, self._temporary = path, doing, kinds, temporary
+    def __init__(self, path: str, doing: str = "", *, temporary: str = ""):
+        self._path, self._doing, self._temporary = path, doing, temporary
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # A ProcessTimeoutError is an OSError, because it is a TimeoutError.
         is_ours = isinstance(error, CheckpointError) and not (self._temporary and isinstance(error, StorageError))
-        if isinstance(error, self._kinds) and not is_ours and not is_of_handler(error):
+        if isinstance(error, OSError) and not is_ours and not is_of_handler(error):
             cause = error.__cause__ if isinstance(error, StorageError) else None
             raise storage_error(self._path, error, self._doing, self._temporary) from (cause or error)
 
 
-def storage_error(path: str, error: Exception, doing: str = "", temporary: str = "") -> StorageError:
-    """Return the StorageError for an error of the file system, or of TensorStore on it; see `translated`."""
+def storage_error(path: str, error: OSError, doing: str = "", temporary: str = "") -> StorageError:
+    """Return the StorageError for an error of the file system; see `translated`."""
     if isinstance(error, StorageError) and not temporary:
         return error
-    number, folder = getattr(error, "errno", None), os.path.dirname(temporary or path)
-    reason = str(getattr(error, "strerror", None) or error)
+    number, folder = error.errno, os.path.dirname(temporary or path)
+    reason = str(error.strerror or error)
     if number in _REMEDIES:
         reason += f"; {_REMEDIES[number].format(folder=folder)}"
         if number in FULL_DISK and folder != os.path.dirname(path):  # a save to a store, which is prepared there
