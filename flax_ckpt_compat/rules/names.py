@@ -210,11 +210,12 @@ def from_checkpoint(
         other = one.apply_to(other, target, open_tree)
     whole, whose = (other, located) if target is None else (target, "the target")
     for place in _nodes.select(whole, patterns, whose=whose):
-        start = next(_nodes.paths_of(other, joined(place)), None)
-        if start is None:
+        found = [*_nodes.paths_of(other, joined(place))]
+        if place not in found and len(found) != 1:
             shown = show_path(place)
-            raise TransformError(f"{located} has no {shown}; {_nodes.near_names(shown, other)}", leaf=shown)
-        tree = _nodes.put(tree, place, node_at(other, start))
+            problem = f"{shown} means {len(found)} things in {located}" if found else f"{located} has no {shown}"
+            raise TransformError(f"{problem}; {_nodes.near_names(shown, other)}", leaf=shown)
+        tree = _nodes.put(tree, place, node_at(other, place if place in found else found[0]))
     return tree
 
 

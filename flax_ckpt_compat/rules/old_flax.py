@@ -49,6 +49,10 @@ def pre_optax(trees: Trees) -> Node:
     is_nested = is_nested and node_at(target, ("params", "params")) is None
     has_target = isinstance(target, Branch)
     keeps_step = "step" not in stored.children and (not has_target or "step" in target.children)
+    states = [*iter_branches(node_at(target, ("opt_state",)), ("opt_state",))]
+    homes = {names: [("opt_state", "0")] for names in _MOMENTS}  # of moments with these names in flax.optim
+    for names, fields in _MOMENTS.items() if has_target else ():
+        homes[names] = [home for home, branch in states if {*fields.values()} <= branch.children.keys()]
 
     def new_paths(path: Path) -> list[Path]:
         match path[len(start) :] if path[: len(start)] == start else ():
@@ -58,12 +62,12 @@ def pre_optax(trees: Trees) -> Node:
                 return [("step",)] if keeps_step else []
             case ("state", "param_states", *below):
                 parameter = below[1:-1] if is_nested and below[:1] == ["params"] else below[:-1]
-                return _moment_paths(stored, target, path, tuple(parameter))
+                return _moment_paths(stored, target, homes, path, tuple(parameter))
         return [path]
 
     tree = _nodes.remap(stored, new_paths)
     step = node_at(stored, (*start, "state", "step"))
-    for path, branch in iter_branches(node_at(target, ("opt_state",)), ("opt_state",)):
+    for path, branch in states:
         has_moments = branch.children.keys() == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
         if not branch.children and node_at(tree, path) is None:
             tree = _nodes.put(tree, path, branch)  # a state without values, such as EmptyState
@@ -85,21 +89,20 @@ def _optimizer(stored: Node) -> Path:
     )
 
 
-def _moment_paths(stored: Node, target: Node, path: Path, parameter: Path) -> list[Path]:
+def _moment_paths(
+    stored: Node, target: Node, homes: dict[frozenset[str], list[Path]], path: Path, parameter: Path
+) -> list[Path]:
     """Return where the moment of a parameter goes, or none to drop it."""
     if isinstance(node_at(stored, path), Branch):
         return []  # plain gradient descent has an empty state for every parameter
-    fields = _MOMENTS.get(frozenset(node_at(stored, path[:-1]).children))
-    if fields is None:
+    names = frozenset(node_at(stored, path[:-1]).children)
+    if names not in _MOMENTS:
         return [path]
-    if not isinstance(target, Branch):
-        return [("opt_state", "0", fields[path[-1]], *parameter)]
-    branches = iter_branches(node_at(target, ("opt_state",)), ("opt_state",))
-    homes = [(*home, fields[path[-1]]) for home, branch in branches if {*fields.values()} <= branch.children.keys()]
-    if len(homes) > 1:
-        homes = [home for home in homes if node_at(target, (*home, *parameter)) is not None]
-    if len(homes) > 1:
+    places = [(*home, _MOMENTS[names][path[-1]]) for home in homes[names]]
+    if len(places) > 1:
+        places = [place for place in places if node_at(target, (*place, *parameter)) is not None]
+    if len(places) > 1:
         states = show_path(path[: path.index("param_states") + 1])
         remedy = f"to begin these anew, rules.drop({states!r}) before this rule, and from_target for them"
-        raise misfit(path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
-    return [(*home, *parameter) for home in homes]
+        raise misfit(path, f"would fit in {one_line(map(show_path, places))}; {remedy}")
+    return [(*place, *parameter) for place in places]

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Own
-from tests.support.saves import use_flag
+from tests.support.saves import saved_by_peer, use_flag
 from tests.support.stored import stored
 
 PARAMS = {
@@ -63,9 +63,9 @@ def plain(tree: Any) -> Any:
 
 
 def written(tree: Any, flag: bool, path: Path) -> Path:
-    """A checkpoint in the format that the flag says, of which msgpack's is real Flax's own."""
+    """A checkpoint in the format that the flag says, by real Flax or real Orbax."""
     with use_flag(flag):
-        (checkpoints if flag else flax_checkpoints).save_checkpoint(path, tree, 1)
+        saved_by_peer(path, tree, real_orbax=flag)
     return path
 
 
