@@ -50,7 +50,8 @@ def pre_optax(trees: Trees) -> Node:
     has_target = isinstance(target, Branch)
     keeps_step = "step" not in stored.children and (not has_target or "step" in target.children)
     states = [*iter_branches(node_at(target, ("opt_state",)), ("opt_state",))]
-    homes = {names: [("opt_state", "0")] for names in _MOMENTS}  # of moments with these names in flax.optim
+    # By the names that flax.optim had for them, the states that moments go to.
+    homes: dict[frozenset[str], list[Path]] = {names: [("opt_state", "0")] for names in _MOMENTS}
     for names, fields in _MOMENTS.items() if has_target else ():
         homes[names] = [home for home, branch in states if {*fields.values()} <= branch.children.keys()]
 
