@@ -86,6 +86,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules and tests, which stay until the end."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # by default, it takes a twentieth of the time of tests
     gc.enable()
 
 

@@ -41,7 +41,7 @@ threading.Thread(target=late).start()
 
 def test_work_is_done_at_exit(tmp_path: Path) -> None:
     """When the main thread has ended and there are no new threads, failures too."""
-    out, err = run_python(AT_EXIT, tmp_path)
+    out, err = run_python(AT_EXIT, tmp_path, whole_end=True)
     assert (out.strip(), err) == ("[1, 2, 3]\nOSError('the disk broke')", "")
 
 

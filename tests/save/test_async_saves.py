@@ -480,7 +480,7 @@ checkpoints.save_checkpoint(f"{folder}/slow", tree, 1, async_manager=checkpoints
 def test_saves_when_there_are_no_more_threads(flag: bool, tmp_path: Path) -> None:
     """After main, in exit handlers and with a pool that was shut down, an async save is done at once; one that the
     program did not wait for is finished."""
-    out, err = run_saving(LATE, tmp_path, flag)
+    out, err = run_saving(LATE, tmp_path, flag, whole_end=True)
     assert sorted(out.split()) == ["flax", "ours", "shutdown", "thread"], err
     assert "Traceback" not in err and "failed" not in err
     np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path / "slow", None)["w"], np.arange(300000.0))

@@ -303,7 +303,7 @@ for step, size in ((1, 3), (2, 3), (2, 4)):
 @pytest.mark.slow
 def test_exit_with_a_save_on_its_way(tmp_path: Path) -> None:
     """A program that ends without waiting ends cleanly, its last save published and the older ones evicted."""
-    _, err = run_saving(EXIT, tmp_path, False)
+    _, err = run_saving(EXIT, tmp_path, False, whole_end=True)
     if sys.version_info >= (3, 12) and "r shutdown" in err:
         pytest.skip("from Python 3.12 on, Orbax may be refused the threads that it needs while Python exits")
     assert "Traceback" not in err

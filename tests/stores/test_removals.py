@@ -180,7 +180,7 @@ checkpoints.save_checkpoint(sys.argv[1], tree(1) | {str(n): n for n in range(50)
 def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None:
     """A background save that is not waited for is committed before the interpreter has ended."""
     with bucket.proxy.failing(lambda method, path: "slow" if method == "PUT" else ""):
-        process = start_python(AT_EXIT, f"{bucket.url}/run", format)
+        process = start_python(AT_EXIT, f"{bucket.url}/run", format, whole_end=True)
         _, told = process.communicate(timeout=60)
     assert process.returncode == 0, told
     assert flax_ckpt_compat.restore(f"{bucket.url}/run")["49"] == 49, told

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support import zygote
+
 ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "FLAX_USE_ORBAX_CHECKPOINTING": "false"}
 # Variables for all processes that are forked; set when the session starts.
@@ -141,13 +143,16 @@ def _zygote() -> socket.socket:
     return way
 
 
-def start_python(code: str, *arguments: Any, fresh: bool = False, cwd: Any = ".", **environment: str) -> Any:
+def start_python(
+    code: str, *arguments: Any, fresh: bool = False, whole_end: bool = False, cwd: Any = ".", **environment: str
+) -> Any:
     """Start a program that imports the library and these helpers from the checkout.
 
     Args:
         code: the program.
         arguments: its ``sys.argv[1:]``.
         fresh: in an interpreter that has imported nothing yet.
+        whole_end: it must be seen how the interpreter takes itself apart after threads and exit handlers.
         cwd: its working directory.
         environment: variables to set.
 
@@ -160,7 +165,7 @@ def start_python(code: str, *arguments: Any, fresh: bool = False, cwd: Any = "."
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", code, *words]
         return subprocess.Popen(command, env=variables, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    return Program(code, words, variables, os.path.abspath(cwd))
+    return Program(code if whole_end else code + zygote.SUCCESS, words, variables, os.path.abspath(cwd))
 
 
 def run_python(code: str, *arguments: Any, timeout: float = 120, **options: Any) -> tuple[str, str]:
