@@ -24,10 +24,10 @@ from flax_ckpt_compat._save.request import SaveRequest
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
 _last_saved = time.time()
-# Directory and name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. One
+# Directory → name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. One
 # neither counts nor removes checkpoints of the other. Other processes cannot know, so a save warns. Changed by single
 # operations only: with a lock, a signal handler or a fork that saves could wait for ever.
-_saved: dict[tuple[str, str], str] = {}
+_saved: dict[str, dict[str, str]] = {}
 
 
 def retain(request: SaveRequest) -> None:
@@ -35,7 +35,7 @@ def retain(request: SaveRequest) -> None:
     global _last_saved
     try:
         if request.step is not None:
-            _saved[request.directory.resolve(), request.name] = request.checkpoint_dir.prefix
+            _saved.setdefault(request.directory.resolve(), {})[request.name] = request.checkpoint_dir.prefix
         if request.step is not None and request.number is not None:
             _remove_others(request)
         elif not request.location.is_remote and not request.location.exists():
@@ -166,7 +166,7 @@ def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], prese
     # In a store, two requests for each.
     failed |= directory.discard(arrays if is_local else [name for name in arrays if name in present])
     for name in removed:
-        _saved.pop((directory.resolve(), name), None)
+        _saved.get(directory.resolve(), {}).pop(name, None)
     if is_watched and not _is_complete(request.location):
         message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
         raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
@@ -207,8 +207,7 @@ def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: fl
 def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
     """Return names that look like steps of this prefix, but were saved with another one; warn of them once."""
     prefix, directory = checkpoint_dir.prefix, checkpoint_dir.directory
-    real = directory.resolve()
-    known = [(name, other) for (folder, name), other in list(_saved.items()) if folder == real and other != prefix]
+    known = [(name, other) for name, other in list(_saved.get(directory.resolve(), {}).items()) if other != prefix]
     found = {name: other for name, other in known if steps.step_of(name, prefix) is not None}
     for other in set(found.values()):
         first, second = sorted((prefix, other))
