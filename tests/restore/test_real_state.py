@@ -25,16 +25,7 @@ def assert_same(restored: Any, saved: Any) -> None:
     assert canonical(restored) == canonical(saved)
 
 
-# What takes longest is to compile the steps that make them.
-LIKE_OTHERS = (
-    "nnx split",
-    "optax adamw clipped",
-    "optax masked",
-    "optax sgd without momentum",
-    "optax accumulated",
-    "optax injected",
-    "nnx pure dict",
-)
+LIKE_OTHERS = {"nnx split", "nnx pure dict", *(name for name in STATES if "optax" in name)} - {"optax multi_transform"}
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in STATES]
 
 

@@ -230,7 +230,7 @@ def test_a_background_save_is_waited_for_by_nobody_else(flag: bool, tmp_path: Pa
 # Sharded state on one machine: eight forced host devices, in a process of their own that runs all cases.
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_cases.py"
 CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
-# It compiles the steps of whole models for eight devices.
+# It traces the steps of whole models, and saves their many small arrays on eight devices.
 SLOW = "real_states"
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name == SLOW else ()) for name in CASES]
 

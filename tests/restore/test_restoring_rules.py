@@ -20,7 +20,7 @@ from flax_ckpt_compat import checkpoints, config, convert, errors, plan_restore,
 from flax_ckpt_compat.errors import MissingLeavesError, NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.peers import skip_without_typed_keys
-from tests.support.samples import assert_apart
+from tests.support.samples import assert_apart, one_program
 from tests.support.saves import save_items
 from tests.support.stored import count
 
@@ -40,7 +40,7 @@ def create(params: Any, tx: Any = None) -> Any:
 def trained() -> Any:
     """One after a step, so that its moments are not zero."""
     params = {**{name: {key: jnp.asarray(value) for key, value in layer.items()} for name, layer in LAYERS.items()}}
-    state = create({"body": {**params, "qkv": jnp.arange(12.0).reshape(2, 6)}})
+    state = create({"body": {**params, "qkv": jnp.arange(12.0).reshape(2, 6)}}, one_program(optax.adam(0.1)))
     return state.apply_gradients(grads=jax.tree.map(lambda x: x + 1, state.params))
 
 

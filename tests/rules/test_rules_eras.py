@@ -24,6 +24,7 @@ from flax_ckpt_compat import checkpoints, restore, rules
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._trees import state_dict
+from tests.support.samples import one_program
 from tests.support.stored import applied, count, flat
 
 NAMES = st.one_of(
@@ -60,7 +61,7 @@ def test_pre_linen_elsewhere() -> None:
 PARAMS = {"Dense_0": {"kernel": count((2, 3)) / 7, "bias": count((3,))}, "temperature": np.float32(2)}
 GRADS = [jax.tree.map(lambda leaf, n=n: np.asarray(np.cos(leaf + n), np.float32), PARAMS) for n in range(4)]
 RATE = 0.1
-ADAM, MOMENTUM = optax.adam(RATE), optax.sgd(RATE, momentum=0.9)
+ADAM, MOMENTUM = one_program(optax.adam(RATE)), one_program(optax.sgd(RATE, momentum=0.9))
 # Field of optax's state → flax.optim's, whose Adam and Momentum keep the same exponential means, sums and steps.
 FIELDS = {"mu": "grad_ema", "nu": "grad_sq_ema", "trace": "momentum"}
 
@@ -97,7 +98,7 @@ ERAS: dict[str, tuple[Any, Any, bool]] = {
     "adam": (ADAM, ADAM, False),
     "below params": (ADAM, ADAM, True),
     "chain": (ADAM, optax.chain(optax.clip(1e9), ADAM), False),
-    "schedule": (ADAM, optax.adam(lambda _: RATE), True),
+    "schedule": (ADAM, one_program(optax.adam(lambda _: RATE)), True),
     "momentum": (MOMENTUM, MOMENTUM, False),
 }
 

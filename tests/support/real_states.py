@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx, struct
@@ -50,22 +51,23 @@ class NnxNet(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.out = nnx.Linear(16, 8, param_dtype=jnp.bfloat16, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
-        """Applies it."""
-        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+def _filled(make: Callable[[], Any]) -> Any:
+    """What a program makes, with other values in each array, as after training: to compile it would take seconds."""
+    rng = np.random.default_rng(0)
+
+    def fill(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            shape = jax.eval_shape(jax.random.key_data, leaf).shape
+            return jax.random.wrap_key_data(rng.integers(2**32, size=shape, dtype=np.uint32))
+        return jnp.asarray(rng.uniform(1, 99, leaf.shape).astype(leaf.dtype))
+
+    return jax.tree.map(fill, jax.eval_shape(make))
 
 
-# Each of these is compiled as one program, not as dozens of small ones.
-@jax.jit
 def linen_variables() -> Any:
     """Parameters and batch statistics of a linen model."""
     return Net().init(jax.random.key(0), jnp.ones((2, 8)))
-
-
-def _stepped(params: Any, tx: Any) -> Any:
-    """An optimizer's state after one step, so that it is not all zeros."""
-    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.25), params)
-    return jax.jit(tx.update)(grads, tx.init(params), params)[1]
 
 
 def _labels(params: Any) -> Any:
@@ -88,33 +90,28 @@ _CHAINS: dict[str, Callable[[], Any]] = {
 
 def _optax(name: str) -> Any:
     params = linen_variables()["params"]
-    return {"params": params, "opt_state": _stepped(params, _CHAINS[name]())}
+    return {"params": params, "opt_state": _CHAINS[name]().init(params)}
 
 
 def _train_state() -> Any:
-    variables, tx = linen_variables(), _CHAINS["adamw clipped"]()
-    state = StatsState.create(
-        apply_fn=Net().apply,
-        params=variables["params"],
-        tx=optax.GradientTransformation(tx.init, jax.jit(tx.update)),
-        batch_stats=variables["batch_stats"],
-        rng=jax.random.PRNGKey(3),
-    )
-    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    def made() -> Any:
+        variables, tx = linen_variables(), _CHAINS["adamw clipped"]()
+        rest = {"batch_stats": variables["batch_stats"], "rng": jax.random.PRNGKey(3)}
+        return StatsState.create(apply_fn=Net().apply, params=variables["params"], tx=tx, **rest)
+
+    return _filled(made).replace(step=1)  # a Python number, of which `jax.eval_shape` makes an array
 
 
 def _nnx_optimizer() -> Any:
     if version("flax") < (0, 11):
         pytest.skip("nnx.Optimizer before flax 0.11 is called otherwise")
-    return _nnx_stepped()
 
+    def made() -> Any:
+        model = NnxNet(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
 
-@jax.jit
-def _nnx_stepped() -> Any:
-    model = NnxNet(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    optimizer.update(model, nnx.grad(lambda m: (m(jnp.ones((2, 8))) ** 2).sum())(model))
-    return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+    return _filled(made)
 
 
 def _pure_dict(state: Any) -> Any:
@@ -124,15 +121,15 @@ def _pure_dict(state: Any) -> Any:
 
 
 _MAKERS: dict[str, Callable[[], Any]] = {
-    "linen": linen_variables,
-    "frozen dict": lambda: FrozenDict(linen_variables()),
+    "linen": lambda: _filled(linen_variables),
+    "frozen dict": lambda: _filled(lambda: FrozenDict(linen_variables())),
     "train state": _train_state,
-    "ema": lambda: Ema(linen_variables()["params"]),
-    "nnx state": jax.jit(lambda: nnx.state(NnxNet(nnx.Rngs(0)))),
-    "nnx split": jax.jit(lambda: nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)[1:]),
-    "nnx pure dict": lambda: _pure_dict(jax.jit(lambda: nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param))()),
+    "ema": lambda: _filled(lambda: Ema(linen_variables()["params"])),
+    "nnx state": lambda: _filled(lambda: nnx.state(NnxNet(nnx.Rngs(0)))),
+    "nnx split": lambda: _filled(lambda: nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)[1:]),
+    "nnx pure dict": lambda: _pure_dict(_filled(lambda: nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param))),
     "nnx optimizer": _nnx_optimizer,
-    **{f"optax {name}": (lambda name=name: _optax(name)) for name in _CHAINS},
+    **{f"optax {name}": (lambda name=name: _filled(lambda: _optax(name))) for name in _CHAINS},
 }
 # Made once: each making traces its program anew.
 STATES = {name: functools.cache(make) for name, make in _MAKERS.items()}

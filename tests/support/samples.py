@@ -63,10 +63,17 @@ serialization.register_serialization_state(
 )
 
 
+def one_program(tx: Any) -> Any:
+    """An optimizer whose step is one program: to compile dozens of small ones takes longer than their tests."""
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
+
+
+_TX = one_program(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+
+
 def train_state_sample() -> Any:
     """A TrainState with a chain of optimizers."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}, tx=tx)
+    state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}, tx=_TX)
     return state.apply_gradients(grads={"w": jnp.full((2, 2), 0.5), "b": jnp.ones(2)})
 
 
