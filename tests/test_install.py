@@ -159,7 +159,11 @@ def test_first_imports_from_eight_threads() -> None:
 
 def test_before_flax_is_imported() -> None:
     """A program that imports Flax's module after install() gets ours, and introspection still finds Flax's source."""
-    out = run_python("""
+    code = """
+        import sys, flax
+        for module in [m for m in sys.modules if m.startswith(("flax.training", "flax_ckpt_compat"))]:
+            del sys.modules[module]
+        del flax.training
         import flax_ckpt_compat
         flax_ckpt_compat.install()
         from flax.training import checkpoints
@@ -169,8 +173,8 @@ def test_before_flax_is_imported() -> None:
         print("def save_checkpoint" in inspect.getsource(c), type(c.__loader__).__name__)
         print(c.__spec__.loader is c.__loader__)
         print(pickle.loads(pickle.dumps(rc)) is rc)
-        """)
-    assert out.splitlines() == [
+        """
+    assert run_python(code, fresh=False).splitlines() == [
         "True flax_ckpt_compat.checkpoints flax_ckpt_compat.checkpoints",
         "True SourceFileLoader",
         "True",
