@@ -149,7 +149,7 @@ def _proposal(plan: TreePlan) -> str:
     if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
         return ""  # it takes seconds; a plan has it
     found = plan.suggest()
-    if found is None or found.keeps_all or (found.doubts and not found.is_about_layout):
+    if found is None or not found.rules or (found.doubts and not found.is_about_layout):
         return ""
     if plan.kinds and not plan.missing and not (found.confident and all(one.is_mappable for one in plan.kinds)):
         return ""  # what it leaves would raise again

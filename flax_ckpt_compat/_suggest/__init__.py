@@ -13,7 +13,7 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._suggest import features, layouts, proposals
 from flax_ckpt_compat._suggest.features import EMPTY, MOMENTS, Look, Roles, bare, core, fits, look, natural, unnumbered
 from flax_ckpt_compat._suggest.layouts import ProposedRule
@@ -51,11 +51,6 @@ class Suggestion:
     def rules(self) -> list[Rule]:
         """Return the rules for ``transforms``, or ``orbax_transforms``, without those that print as comments."""
         return [step.rule for step in self.steps if not step.keeps]
-
-    @property
-    def keeps_all(self) -> bool:
-        """Return whether it takes nothing from the checkpoint that is not there under its name."""
-        return all(step.keeps for step in self.steps)
 
     @property
     def is_about_layout(self) -> bool:
@@ -117,8 +112,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
 def _here(path: Path, leaf: Any) -> Any:
     """Return a leaf that is named after its place, wherever it was before rules that were given, or in its item."""
     if isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None:
-        kind, name = LeafKind.ARRAY, joined(path)
-        return LeafHandle(path, kind, leaf.shape, leaf.dtype, 0, name, leaf.handles[0].reader, None)
+        return LeafHandle(path, LeafKind.ARRAY, leaf.shape, leaf.dtype, 0, joined(path), leaf.handles[0].reader, None)
     return dataclasses.replace(leaf, path=path) if isinstance(leaf, LeafHandle) and leaf.path != path else leaf
 
 
@@ -135,7 +129,8 @@ class _Outcome:
     def __init__(self, stored: Node, target: Node, tree: Node, shown: Mapping[Path, Path]):
         self.shown = shown  # path in ``stored`` → path in the checkpoint
         self.had, self.has = Roles(stored), Roles(target)
-        self.collections = {"params", "batch_stats"} | ({"target"} if features.is_t5x(stored) else set())
+        is_t5x = isinstance(node_at(stored, ("state", "param_states")), Branch)  # its parameters are in ``target``
+        self.collections = {"params", "batch_stats", *(["target"] if is_t5x else ())}
         self.looks = {path: look(leaf) for path, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)}
         self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
@@ -222,8 +217,7 @@ def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
     found: tuple[_Layers, _Layers] = {}, {}
     counted = {old: old for old in outcome.news if len(old) > 1 and features.BY_FLAX.fullmatch(bare(old)[-2:][0])}
     moved = counted | outcome.moved if outcome.moved else {}
-    places = {name: place for place, name in enumerate(natural(map(joined, moved)))}
-    for old, new in sorted(moved.items(), key=lambda pair: places[joined(pair[0])]):
+    for old, new in natural(moved.items(), lambda pair: joined(pair[0])):
         ends = (outcome.had.root_of(old), outcome.has.root_of(new))
         is_optimizer, name = all(ends), joined(outcome.had.spot(old).suffix)
         if not is_optimizer:
@@ -265,11 +259,11 @@ def _exchanged(layers: _Layers) -> Iterator[str]:
         # One of each change: layers inside of one that is renamed go with it.
         for key in (frozenset(leaves), (unnumbered(pair[0]), unnumbered(pair[1]))):
             groups.setdefault(key, {}).setdefault(core(*pair), pair)
-    for group in groups.values():
-        for one, other in itertools.pairwise(group.values()):
-            renamed = (one[0] != one[1]) + (other[0] != other[1])
-            if renamed > (one[0][:-1] != other[0][:-1]) and not features.told_apart(one, other):
-                yield f"nothing says which of {show_path(one[0])} and {show_path(other[0])} goes where"
+    neighbours = (itertools.pairwise(group.values()) for group in groups.values())
+    for one, other in dict.fromkeys(itertools.chain.from_iterable(neighbours)):
+        renamed = (one[0] != one[1]) + (other[0] != other[1])
+        if renamed > (one[0][:-1] != other[0][:-1]) and not features.told_apart(one, other):
+            yield f"nothing says which of {show_path(one[0])} and {show_path(other[0])} goes where"
 
 
 def _optimizers(outcome: _Outcome) -> Iterator[str]:

@@ -10,21 +10,22 @@ import itertools
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.text_formatting import counted, literal
+from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, show_path, topmost
 from flax_ckpt_compat._suggest import features, layouts
 from flax_ckpt_compat._suggest.features import EMPTY, KEPT, Roles, SubtreeMemo, akin, fits, look, natural, unnumbered
-from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, numbers_of, plain
+from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, all_but, numbers_of, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
 
 _MAX_PAIRS, _MAX_STACKS = 900, 12
 _ROWS = (2, 3)  # numbers of rows that may be arrays with names of their own: gate and up, key and value
-_MAX_LIKELY = 16  # rows of stored nodes that are compared with one of the target's: more are no evidence for any
+# Rows of stored nodes that are compared with one of the target's, and rows of the target: more are no evidence for any.
+_MAX_LIKELY, _MAX_ROWS = 16, 300
 _NUMBER = re.compile(r"\d+")
 _NO_WORDS = frozenset(string.ascii_lowercase) - features.LETTERS.keys() - {"w", "b"}  # as in ``c_fc`` and ``c_proj``
 Looks = Mapping[Path, features.Look]
@@ -44,17 +45,14 @@ class Change:
 
 def torn(stored: Node, target: Node, memo: SubtreeMemo, *, at_root: bool) -> bool:
     """Return whether the nodes of one name have no leaf in common."""
-    if not isinstance(stored, Branch) and not isinstance(target, Branch):
-        return not fits(look(stored), look(target))
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
-        return True
+        return isinstance(stored, Branch) or isinstance(target, Branch) or not fits(look(stored), look(target))
     one, other = memo.contents(stored), memo.contents(target)
     if not one or not other:
         return bool(one or other)
     modules = [any(isinstance(child, Branch) for child in node.children.values()) for node in (stored, target)]
-    if at_root and all(modules):
-        return False  # collections keep their names, whatever becomes of the model
-    return not one & other
+    # Collections keep their names, whatever becomes of the model.
+    return not (at_root and all(modules)) and not one & other
 
 
 class Gap:
@@ -86,7 +84,8 @@ class Gap:
             yield from self._named_rows()
             yield from self._levels()
             for old, new in self._aligned():
-                yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
+                shared = self.memo.contents(self.ours[old]) & self.memo.contents(self.theirs[new])
+                yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, in_words(shared))
 
     def _take(self, old: Iterable[str], new: Iterable[str], *, turned: bool = False) -> None:
         """Count children as paired: old ones with new ones, or, ``turned``, the other way round."""
@@ -115,7 +114,9 @@ class Gap:
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
-                    patterns = layouts.renamed(one, other)
+                    patterns = {literal(old): plain(new) for old, new in zip(one.names, other.names, strict=False)}
+                    if one.first == other.first:
+                        patterns = {rf"{literal(one.stem)}{one.slash}(\d+)": rf"{plain(other.stem)}{other.slash}\1"}
                     yield Change(self.path, tuple(one.siblings), tuple(other.siblings), patterns, reason)
 
     def _stacks(self) -> Iterator[list[ProposedRule]]:
@@ -172,19 +173,16 @@ class Gap:
         sides: tuple[dict[features.Look, list[str]], ...] = ({}, {})  # single arrays by their looks
         for side, children in zip(sides, (self.gone, self.new), strict=True):
             for name in natural(children):
-                found = (
-                    features.flatten(children[name]) if self.memo.contents(children[name], name).total() == 1 else {}
-                )
-                for path, seen in found.items():
+                is_single = self.memo.contents(children[name], name).total() == 1
+                for path, seen in features.flatten(children[name]).items() if is_single else ():
                     side.setdefault(seen, []).append(joined((name, *path)))
         for ones, others, stacking in ((sides[1], sides[0], True), (sides[0], sides[1], False)):
             for (shape, kind), (name, *more) in ones.items():
                 row = (shape[1:], kind)
                 names = others.get(row, [])
+                is_row = len(shape) > 1 and shape[0] == len(names) and len(names) in _ROWS and "/" not in name
                 # An array that is there as a whole, or rows that both sides have, say otherwise.
-                if more or len(shape) < 2 or len(names) != shape[0] or (shape, kind) in others or row in ones:
-                    continue
-                if shape[0] in _ROWS and "/" not in name:
+                if is_row and not more and (shape, kind) not in others and row not in ones:
                     self._take([one.partition("/")[0] for one in names], [name], turned=not stacking)
                     places = {one: f"{name}_{number}" for number, one in enumerate(names)}
                     why = (
@@ -207,25 +205,18 @@ class Gap:
                 # What holds the same as a child is that child itself, unless it holds the only child by its name.
                 same = self.memo.print(whole) in prints
                 only = len(children) == 1 and children.keys() == inner.keys()
-                if held and (only or not same) and "/" not in "".join(level) and features.MOMENTS.isdisjoint(level):
+                # At the top, what holds moments is an optimizer's state.
+                own = not self.path and not features.MOMENTS.isdisjoint(level)
+                if held and (only or not same) and not own and "/" not in "".join(level):
                     place = show_path(self.path) if self.path else "the whole tree"
                     reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"
+                    olds, news, patterns = (name,), tuple(inner), {literal("/".join(level)): ""}
                     if is_new:
-                        olds = tuple(held if self.common else children)
-                        stay = [(one,) for one in self.ours if one not in olds]
-                        pattern = layouts.pattern_of([(one,) for one in olds], stay) or either(olds)
-                        patterns = {f"({pattern})": rf"{plain('/'.join(level))}/\1"}
-                        yield Change(self.path, olds, (name,), patterns, reason)
-                    else:
-                        yield Change(self.path, (name,), tuple(inner), {literal("/".join(level)): ""}, reason)
+                        olds, news = tuple(held if self.common else children), (name,)
+                        patterns = {f"({all_but(olds, self.ours)})": rf"{plain('/'.join(level))}/\1"}
+                    yield Change(self.path, olds, news, patterns, reason)
                     self._take(list(children), [name], turned=not is_new)
                     return
-
-    def _reason(self, old: str, new: str) -> str:
-        ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
-        if ours != theirs:
-            return f"they share {counted((ours & theirs).total(), 'leaf')}"
-        return in_words(self.theirs[new])
 
     def _aligned(self) -> list[tuple[str, str]]:
         """Return the pairs of old and new names: equal contents first, then the most similar."""
@@ -259,12 +250,11 @@ class Gap:
         return [(old, new) for old, new in pairs if old != new and "/" not in old + new]
 
 
-def in_words(node: Node) -> str:
-    """Return what two nodes hold that are alike."""
-    leaves = {path: seen for path, seen in features.flatten(node).items() if seen != EMPTY}
-    if len(leaves) > 3:
-        return f"both hold the same {len(leaves)} leaves"
-    return "both hold " + " and ".join(f"{joined(path)} {seen[0]}".strip() for path, seen in leaves.items())
+def in_words(shared: features.Contents) -> str:
+    """Return that two nodes have some contents in common."""
+    leaves = {name: f"{name} {shape}".strip() for name, (shape, _) in sorted(shared)}
+    is_short = 0 < len(leaves) == shared.total() <= 3
+    return "both hold " + (" and ".join(leaves.values()) if is_short else f"the same {shared.total()} leaves")
 
 
 class _Matcher:
@@ -303,7 +293,7 @@ class _Matcher:
                 for new in news:
                     groups.setdefault(unnumbered(new), []).append((new, number))
         likely = {one: list(dict.fromkeys(map(unnumbered, self.by_print[one])))[:_MAX_LIKELY] for one in units}
-        for row in groups.values():
+        for row in groups.values() if len(groups) <= _MAX_ROWS else ():
             found = [pairs for like in likely[row[0][1]] if (pairs := self._row(self.rows[like], dict(row)))]
             found = [pairs for pairs in found if not any(old in self.pairs for old, _ in pairs)]
             near = [_nearness(*pairs[0]) for pairs in found]
@@ -324,8 +314,7 @@ class _Matcher:
         """Pair nodes of the target with those of a stored row, by their numbers or else in order, if all are alike."""
         by_number = {tuple(_NUMBER.findall(joined(old))): old for old in olds}
         same = [by_number.get(tuple(_NUMBER.findall(joined(new)))) for new in news]
-        keys = {joined(path): path for path in (*olds, *news)}
-        in_order = [[keys[name] for name in natural(map(joined, side))] for side in (olds, news)]
+        in_order = [natural(side, joined) for side in (olds, news)]
         for left, right in ((same, list(news)), in_order):
             pairs = [(old, new) for old, new in zip(left, right, strict=False) if old is not None]
             prints = [self.memo.named(node_at(self.tree, old)) for old, _ in pairs]
@@ -348,7 +337,8 @@ class _Matcher:
         """Return whether a node may have another name: not only another number, not that of a copy."""
         if unnumbered(old) == unnumbered(new):
             return False  # the whole row may have other numbers
-        ours, theirs = map(features.copy_words, (old, new))
+        # Alone at the top, ``target`` holds the parameters, as in T5X.
+        ours, theirs = (features.copy_words(path if path != ("target",) else ()) for path in (old, new))
         if ours != theirs or isinstance(node_at(self.tree, old), Branch):
             return ours == theirs
         if old[-1] != new[-1]:
@@ -367,7 +357,7 @@ def leftovers(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeM
     if free - right and any(goal[path] != EMPTY for path in wanted - right):
         stored = _Matcher(tree, have, free - right, target, memo)
         stored.match(wanted - right)
-        yield from _changes(stored.pairs.items(), stored)
+        yield from _changes(stored.pairs.items(), stored, {path[:end] for path in right for end in range(len(path))})
 
 
 def _nearness(old: Path, new: Path) -> tuple[int, bool]:
@@ -376,18 +366,17 @@ def _nearness(old: Path, new: Path) -> tuple[int, bool]:
     return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _NO_WORDS)
 
 
-def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:
-    """Yield the changes for pairs: those of a whole row are one."""
+def _changes(pairs: Iterable[Pair], stored: _Matcher, held: Set[Path]) -> Iterator[Change]:
+    """Yield the changes for pairs: those of a whole row are one, and no node of which leaves are in place moves."""
     groups: dict[tuple[Path, Path, Path], list[Pair]] = {}
     for old, new in pairs:
         start = min(features.same_start(old, new), len(old) - 1, len(new) - 1)
         before, after = old[start:], new[start:]
-        while len(before) > 1 and len(after) > 1 and before[-1] == after[-1]:
+        while min(len(before), len(after)) > 1 and before[-1] == after[-1] and (*old[:start], *before[:-1]) not in held:
             before, after = before[:-1], after[:-1]
         groups.setdefault((old[:start], unnumbered(before), unnumbered(after)), []).append((before, after))
     for (path, like, _), group in groups.items():
-        by_name = {joined(pair[0]): pair for pair in group}
-        group = [by_name[name] for name in natural(by_name)]
+        group = natural(dict.fromkeys(group), lambda pair: joined(pair[0]))
         patterns = {literal(joined(old)): plain(joined(new)) for old, new in group}
         numbers = [[_NUMBER.findall(joined(one)) for one in pair] for pair in group]
         row = [old for old in stored.rows[unnumbered((*path, *like))] if old[: len(path)] == path]
@@ -396,7 +385,7 @@ def _changes(pairs: Iterable[Pair], stored: _Matcher) -> Iterator[Change]:
             replacement = parts[0] + "".join(rf"\{number}{part}" for number, part in enumerate(parts[1:], 1))
             patterns = {numbers_of(group[0][0], r"(\d+)"): replacement}
         olds, news = (tuple(dict.fromkeys(one[0] for one in side)) for side in zip(*group, strict=True))
-        reason = in_words(node_at(stored.tree, (*path, *group[0][0])))
+        reason = in_words(stored.memo.contents(node_at(stored.tree, (*path, *group[0][0]))))
         yield Change(path, olds, news, patterns, reason if len(group) == 1 else "no others of them are left over")
 
 

@@ -6,8 +6,8 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+T = TypeVar("T")
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
 Contents = Counter[tuple[str, Look]]  # number of leaves of a name and look in a subtree, wherever in it
 EMPTY: Look = ((), "empty")
@@ -165,12 +166,6 @@ class Roles:
         return Spot(bare(path)[-1], ())
 
 
-def is_t5x(tree: Node) -> bool:
-    """Return whether a checkpoint is laid out as T5X does: parameters in ``target``, the optimizer in ``state``."""
-    state = tree.children.get("state") if isinstance(tree, Branch) and "target" in tree.children else None
-    return isinstance(state, Branch) and "param_states" in state.children
-
-
 def _optimizer_roots(tree: Node, path: Path, depth: int = 1) -> Iterator[Path]:
     """Yield the key paths of optimizers' states; ``depth`` is that of one without a name of its own."""
     if not isinstance(tree, Branch) or "params" in path or (path and path[-1] in ("batch_stats", "ema_params")):
@@ -204,11 +199,6 @@ def _holds_more(tree: Branch) -> bool:
     return bool(states) and len(branches) > len(states)
 
 
-@functools.lru_cache(10_000)
-def _of_leaf(name: str, seen: Look) -> Contents:
-    return Counter() if seen == EMPTY else Counter({(name, seen): 1})
-
-
 class SubtreeMemo:
     """Cache of the contents of subtrees."""
 
@@ -217,25 +207,30 @@ class SubtreeMemo:
 
     def contents(self, node: Node, name: str = "") -> Contents:
         """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
-        return self._facts(node)[1] if isinstance(node, Branch) else _of_leaf(name, look(node))
+        return self._facts(node, name)[1]
 
     def print(self, node: Node) -> int:
         """Return a number that is equal for equal contents."""
-        return self._facts(node)[2] if isinstance(node, Branch) else hash(look(node))
+        return self._facts(node)[2]
 
     def named(self, node: Node) -> int:
         """Return a number that is equal for equal names, shapes and kinds of all leaves."""
-        return self._facts(node)[3] if isinstance(node, Branch) else hash(look(node))
+        return self._facts(node)[3]
 
-    def _facts(self, node: Branch) -> tuple[Node, Contents, int, int]:
+    def _facts(self, node: Node, name: str = "") -> tuple[Node, Contents, int, int]:
+        if not isinstance(node, Branch):
+            seen = look(node)
+            return node, Counter({(name, seen): 1} if seen != EMPTY else ()), hash(seen), hash(seen)
         known = self._known.get(id(node))
         if known is None:
-            found: Contents = Counter()
-            for name, child in node.children.items():
-                for leaf, count in self.contents(child, name).items():
+            found, named = Counter[tuple[str, Look]](), list[tuple[str, int]]()
+            for own, child in node.children.items():
+                _, inner, _, number = self._facts(child, own)
+                named.append((own, number))
+                for leaf, count in inner.items():
                     found[leaf] += count
-            named = hash(frozenset((name, self.named(child)) for name, child in node.children.items()))
-            known = self._known[id(node)] = (node, found, hash(frozenset(found.items())), named)
+            hashes = hash(frozenset(found.items())), hash(frozenset(named))
+            known = self._known[id(node)] = (node, found, *hashes)
         return known
 
     def has_arrays(self, node: Node) -> bool:
@@ -264,14 +259,15 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def natural(names: Iterable[str]) -> list[str]:
-    """Return names in the order of the whole numbers in them: ``x1.2`` before ``x1.10``."""
+def natural(things: Iterable[T], name_of: Callable[[T], str] = str) -> list[T]:
+    """Return things in the order of the whole numbers in their names: ``x1.2`` before ``x1.10``."""
 
-    def key(name: str) -> tuple[list[tuple[float, str]], str]:
+    def key(thing: T) -> tuple[list[tuple[float, str]], str]:
+        name = name_of(thing)
         parts = filter(None, re.split(r"(\d+)", name))
         return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
 
-    return sorted(names, key=key)
+    return sorted(things, key=key)
 
 
 @functools.lru_cache(100_000)
@@ -334,18 +330,13 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
     if not old or not new:
         return not copy_words((*old, *new))
     ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
-    if not (_same_words(ours, theirs) if ours and theirs else _may_be_unnamed(old, new, ours | theirs)):
+    sides = ((ours, theirs), (theirs, ours))
+    are_alike = all(any(_alike(word, like) for like in others) for one, others in sides for word in one)
+    if not (are_alike if ours and theirs else _may_be_unnamed(old, new, ours | theirs)):
         return False
     one, other = _read(old[-1])[0], _read(new[-1])[0]
     any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
     return (not one or not other or one == other or any_norm) and not _other_number(old, new)
-
-
-def _same_words(ours: frozenset[str], theirs: frozenset[str]) -> bool:
-    """Return whether each word of one name has its like in the other."""
-    return all(any(_alike(word, other) for other in theirs) for word in ours) and all(
-        any(_alike(word, other) for other in ours) for word in theirs
-    )
 
 
 def _may_be_unnamed(old: Path, new: Path, found: frozenset[str]) -> bool:

@@ -8,18 +8,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
-from flax_ckpt_compat._suggest.features import Contents, is_torch_name, turned, unnumbered
+from flax_ckpt_compat._suggest.features import Contents, Look, bare, is_torch_name, turned, unnumbered
 
 _AXES = (0, 1, 2, 3, -1)
 # Names in a pattern, and shapes that need a rule each: more are no evidence.
 _MAX_NAMES, _MAX_SHAPES = 12, 16
 _MAX_LISTED = 3
+ANY = "[^/]+"  # in a pattern, a name of any kind
 Shape = tuple[int, ...]
 
 
@@ -76,13 +77,6 @@ def rows(children: dict[str, Node]) -> list[LayerRow]:
         for stem, layers in found.items()
         if len(layers) > 1 and max(layers) - min(layers) == len(layers) - 1
     ]
-
-
-def renamed(old: LayerRow, new: LayerRow) -> dict[str, str]:
-    """Return patterns and replacements for the names of a row, one for each number that changes."""
-    if old.first == new.first:
-        return {rf"{literal(old.stem)}{old.slash}(\d+)": rf"{plain(new.stem)}{new.slash}\1"}
-    return {literal(left): plain(right) for left, right in zip(old.names, new.names, strict=True)}
 
 
 def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
@@ -157,40 +151,39 @@ def either(names: Iterable[str]) -> str:
     return "|".join(sorted(map(literal, names)))
 
 
-class Stored(NamedTuple):
-    """A stored array at its place in the target."""
+def all_but(names: Collection[str], all_: Iterable[str]) -> str:
+    """Return a pattern for some of all names in a branch: their rows or, of many names, those that are not meant."""
+    others = sorted({*all_}.difference(names))
+    rest = f"(?!(?:{either(others)})(?![^/]))" if others else ""
+    few = pattern_of([(name,) for name in names], [(name,) for name in others])
+    return few or min(either(names), f"{rest}{ANY}", key=len)
 
-    path: Path
-    names: tuple[str, str]  # the last ones, before and after the rules so far
-    shape: Shape
-    wanted: Shape
 
-
-def steps(arrays: Sequence[Stored]) -> Iterator[ProposedRule]:
-    """Yield the steps for the arrays that have the values of the target's, in another layout."""
-    groups: dict[tuple[bool, Shape], list[Stored]] = {}
-    for one in arrays:
-        sides, wanted = ([size for size in shape if size != 1] for shape in (one.shape, one.wanted))
-        orders = turned(one.shape, one.wanted)
-        if one.shape != one.wanted and sides == wanted:
+def steps(arrays: Mapping[Path, LeafHandle], goal: Mapping[Path, Look]) -> Iterator[ProposedRule]:
+    """Yield the steps for arrays at their places in the target that have its values, in another layout."""
+    pairs = {path: (leaf.shape, goal[path][0]) for path, leaf in arrays.items()}
+    groups: dict[tuple[bool, Shape], list[Path]] = {}
+    for path, (shape, wanted) in pairs.items():
+        sides, others = ([size for size in one if size != 1] for one in (shape, wanted))
+        orders = turned(shape, wanted)
+        if shape != wanted and sides == others:
             # The length of a vector is that of each array.
-            shape = tuple(-1 if len(wanted) == 1 and size != 1 else size for size in one.wanted)
-            groups.setdefault((True, shape), []).append(one)
-        elif one.shape != one.wanted and orders:
-            groups.setdefault((False, orders[0]), []).append(one)
+            given = tuple(-1 if len(others) == 1 and size != 1 else size for size in wanted)
+            groups.setdefault((True, given), []).append(path)
+        elif shape != wanted and orders:
+            groups.setdefault((False, orders[0]), []).append(path)
+    names = {path: (bare(leaf.path)[-1], bare(path)[-1]) for path, leaf in arrays.items()}  # before and after the rules
     for (is_reshaped, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
-        names = {one.names for one in group}
-        if not is_reshaped and all(is_torch_name(*pair) for pair in names):  # square ones go with the others
-            square = [one for one in arrays if one.shape == one.wanted and argument in turned(one.shape, one.wanted)]
-            group += [one for one in square if one.names in names]
-        paths = {one.path for one in group}
-        pattern = pattern_of(paths, (one.path for one in arrays if one.path not in paths))
+        first, own = group[0], {names[path] for path in group}
+        if not is_reshaped and all(is_torch_name(*pair) for pair in own):  # square ones go with the others
+            square = [path for path, (shape, wanted) in pairs.items() if shape == wanted]
+            group += [path for path in square if names[path] in own and argument in turned(*pairs[path])]
+        pattern = pattern_of({*group}, pairs.keys() - {*group})
         if pattern and is_reshaped:
             yield ProposedRule(rules.reshape(pattern, argument), "axes of length 1 come or go, and all values stay")
         elif pattern:
-            first = group[0]
-            doubt = f"{show_path(first.path)} has the stored shape transposed, and may be another layer or size"
-            reason = f"transposed: stored {first.shape}, target {first.wanted}"
+            doubt = f"{show_path(first)} has the stored shape transposed, and may be another layer or size"
+            reason = f"transposed: stored {pairs[first][0]}, target {pairs[first][1]}"
             yield ProposedRule(rules.transpose(pattern, argument), reason, doubt)
 
 

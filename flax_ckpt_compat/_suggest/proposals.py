@@ -18,12 +18,11 @@ from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, joined, node_at, topmost
 from flax_ckpt_compat._suggest import differences, features, layouts
 from flax_ckpt_compat._suggest.differences import Change, Gap
-from flax_ckpt_compat._suggest.features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, flatten, look, unnumbered
-from flax_ckpt_compat._suggest.layouts import ProposedRule, either, listed, pattern_of, plain, rename
+from flax_ckpt_compat._suggest.features import EMPTY, KEPT, MOMENTS, Look, Roles, fits, flatten, look, unnumbered
+from flax_ckpt_compat._suggest.layouts import ANY, ProposedRule, all_but, either, listed, pattern_of, plain, rename
 from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
 
 _ROUNDS = 8
-_LAYERS = re.compile(r"rules\.(un)?stack\(")
 # Renames of one round: more than a few make one mapping, and too many are no evidence for any.
 _SEPARATE, _MAX_RENAMES = 24, 300
 _LARGE = 20_000  # nodes of a tree for which each rule takes long
@@ -72,12 +71,14 @@ class Pairing:
     def missing(self, state: State, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
         have = state.looks
-        inner = {path[:end] for path in have for end in range(len(path))}
         return [
             path
             for path, seen in self.goal.items()
             if path[: len(at)] == at
-            and ((path not in have and path not in inner) or (seen != EMPTY and not fits(have.get(path, EMPTY), seen)))
+            and (
+                (path not in have and node_at(state.tree, path) is None)
+                or (seen != EMPTY and not fits(have.get(path, EMPTY), seen))
+            )
         ]
 
     def paired(self, state: State) -> State:
@@ -90,12 +91,12 @@ class Pairing:
 
     def laid_out(self, state: State) -> State:
         """Return the state after the steps for arrays that have their names and lie otherwise."""
-        arrays = [
-            layouts.Stored(path, (bare(leaf.path)[-1], bare(path)[-1]), leaf.shape, self.goal[path][0])
+        arrays = {
+            path: leaf
             for path, leaf in iter_leaves(state.tree)
             if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY and path in self.goal
-        ]
-        for step in layouts.steps(arrays):
+        }
+        for step in layouts.steps(arrays, self.goal):
             after = self.tried(state, [step])
             state = after if after is not None and after.matched > state.matched else state
         return state
@@ -111,7 +112,7 @@ class Pairing:
                 if after is None or after.matched < state.matched:
                     continue
                 # Layers elsewhere that lie as they should must not be stacked, too.
-                if not any(map(_LAYERS.match, (step.rule.source for step in steps))) or state.fitting <= after.fitting:
+                if state.fitting <= after.fitting or not any("stack(" in step.rule.source for step in steps):
                     state = after
             if state is before:
                 break
@@ -138,11 +139,15 @@ class Pairing:
         yield from _renamed(changes, state.tree)
 
     def _keeps_roles(self, change: Change, own: Roles) -> bool:
-        """Return whether no optimizer's state, whose moments look like parameters, becomes another thing."""
-        was_optimizer = all(own.is_optimizer((*change.path, name)) for name in change.old)
+        """Return whether no optimizer's state, whose moments look like parameters, becomes more, or another thing."""
+        olds, news = ([(*change.path, name) for name in side] for side in (change.old, change.new))
+        was_optimizer = all(map(own.is_optimizer, olds))
         if was_optimizer and not change.path and len(own.roots) != len(self.roles.roots):
             return False  # one became several, or the other way round
-        return not was_optimizer or any(self.roles.is_optimizer((*change.path, name)) for name in change.new)
+        if was_optimizer:
+            return any(map(self.roles.is_optimizer, news))
+        holds_one = any(root[: len(old)] == old for root in own.roots for old in olds)  # beside parameters
+        return not (holds_one and all(map(self.roles.is_optimizer, news)))
 
     def _pairs(self, stored: Branch, target: Branch, own: Roles, path: Path) -> Iterator[tuple[Path, Branch, Branch]]:
         """Yield the branches of both trees that are paired and differ, the outer ones first."""
@@ -152,9 +157,8 @@ class Pairing:
         prints = [{one[name] for name in one if one[name] != other.get(name)} for one, other in (sides, sides[::-1])]
         for name, child in stored.children.items():
             other = target.children.get(name)
-            if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):
-                continue
-            if self.memo.named(child) == self.memo.named(other):
+            is_same = self.memo.named(child) == self.memo.named(other) or own.is_optimizer((*path, name))
+            if is_same or not isinstance(child, Branch) or not isinstance(other, Branch):
                 continue
             # Of one name, but without a leaf in common: where neither is there under another name, all of it changed.
             changed = bool(path) and self.memo.print(child) not in prints[1] and self.memo.print(other) not in prints[0]
@@ -162,24 +166,18 @@ class Pairing:
                 yield from self._pairs(child, other, own, (*path, name))
 
 
-def _places(tree: Node) -> dict[str, set[Path]]:
-    """Return the key paths of the branches that have a child of each name."""
-    places: dict[str, set[Path]] = {}
-    for path, branch in iter_branches(tree):
-        for name in branch.children:
-            places.setdefault(name, set()).add(path)
-    return places
-
-
 def _renamed(changes: list[Change], tree: Node) -> Iterator[list[ProposedRule]]:
     """Yield renames, with parent names if a name is ambiguous; those that reuse old names together, in one step."""
     homes, kinds = dict[str, set[Path]](), dict[tuple[str, Path], Change]()
-    for change in sorted(changes, key=lambda one: len(one.path)):
+    for change in sorted(changes, key=lambda one: (len(one.path), -len(one.old))):
         homes.setdefault(str(change.patterns), set()).add(change.path)
         kinds.setdefault((str(change.patterns), unnumbered(change.path)), change)
     if not 0 < len(kinds) <= _MAX_RENAMES:
         return
-    places, own = _places(tree), Roles(tree)
+    own, places = Roles(tree), dict[str, set[Path]]()  # of the branches that have a child of each name
+    for path, branch in iter_branches(tree):
+        for name in branch.children:
+            places.setdefault(name, set()).add(path)
     separate = _SEPARATE if sum(map(len, places.values())) < _LARGE else 2
     found: dict[str, dict[str, Change]] = {}
     for (key, _), change in kinds.items():
@@ -206,23 +204,27 @@ def _renamed(changes: list[Change], tree: Node) -> Iterator[list[ProposedRule]]:
 def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own: Roles) -> str:
     """Return a pattern for as many names above a child as tell it from children that keep their name."""
     path = change.path
-    everywhere = {at for name in change.old for at in places.get(name, ())}
+    anywhere = any(ANY in pattern for pattern in change.patterns)
+    everywhere = {at for name in (places if anywhere else change.old) for at in places.get(name, ())}
     inside = {at for at in everywhere if own.is_optimizer(at) and not own.is_optimizer(path)}
     moments = {at for at in inside if not MOMENTS.isdisjoint(at)}  # other names there may be an optimizer's own
     strangers = {unnumbered(at) for at in everywhere - moments - homes}
     if not strangers or not path:
         return "^" if strangers else ""
     like = unnumbered(path)
-    many = sum(unnumbered(home) == like for home in homes) > 1
-    # The last number alone: others tell rows apart.
-    shown = [rf"{literal(row[0])}\d+" if many and (row := numbered(name)) else literal(name) for name in path]
-    for count in range(1, len(path)):
-        if not any(other[-count:] == like[-count:] for other in strangers):
-            return f"({'/'.join(shown[-count:])})/"
-    above = {at[-len(path)] for at in moments if len(at) >= len(path) and at[len(at) - len(path) + 1 :] == path[1:]}
-    above = {path[0]} | (above & MOMENTS)
-    first = f"(?:{either(above)})" if len(above) > 1 else literal(path[0])
-    return f"({'/'.join([first, *shown[1:]])})/"
+    numbers = zip(*(home for home in homes if unnumbered(home) == like), strict=True)
+    # The last number alone, where it differs: others tell rows apart.
+    shown = [
+        rf"{literal(row[0])}\d+" if len({*names}) > 1 and (row := numbered(name)) else literal(name)
+        for name, names in zip(path, numbers, strict=True)
+    ]
+    enough = (end for end in range(1, len(path)) if not any(other[-end:] == like[-end:] for other in strangers))
+    count = next(enough, len(path))
+    (first, *rest), inner, beside = shown[-count:], path[len(path) - count + 1 :], set[str]()
+    if count == len(path) or path[-count] == "params":  # moments lie as their parameters do, below other names
+        beside = {at[-count] for at in moments if len(at) >= count and at[len(at) - count + 1 :] == inner} & MOMENTS
+    above = "|".join(sorted({first, *map(literal, beside)}))
+    return f"({'/'.join([f'(?:{above})' if beside - {path[-count]} else first, *rest])})/"
 
 
 def preludes(pairing: Pairing, stored: Branch, looks: dict[Path, Look]) -> Iterator[ProposedRule]:
@@ -231,8 +233,6 @@ def preludes(pairing: Pairing, stored: Branch, looks: dict[Path, Look]) -> Itera
     if isinstance(optimizer, Branch) and {"target", "state"} <= optimizer.children.keys():
         yield ProposedRule(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
     ours, theirs = ({path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (looks, pairing.goal))
-    if features.is_t5x(stored) and ("step",) in theirs and ("state", "step") in ours and ("step",) not in ours:
-        yield ProposedRule(rules.move("state/step", "step"), "state/step is T5X's")
     yield from _replicated(stored, theirs)
     yield from _nested(ours, theirs)
     yield from _boxes(ours, theirs)
@@ -281,9 +281,11 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
             others, tops = [path for path in inner if (*path, *names) not in outer], {path[0] for path in boxed}
             pattern = pattern_of([path[:-1] for path in boxed], others, 2)
             if not pattern and tops.isdisjoint(path[0] for path in others):
-                pattern = f"^(?:{either(tops)})/.*"
+                pattern = f"^(?:{all_but(tops, {path[0] for path in inner})})/.*"
         if not pattern and everywhere[0] < 0.5 and everywhere[1] > 0.9:
-            pattern, names = "[^/]+", {"value"}
+            # Leaves that are there without it, such as the step, stay as they are.
+            ends = {path[-1] for path in inner if path not in outer}
+            pattern, names = all_but(ends, {path[-1] for path in inner}) if is_new else ANY, {"value"}
         for name in names if pattern else ():
             change = (f"({pattern})$", rf"\1/{plain(name)}") if is_new else (f"({pattern})/{literal(name)}$", r"\1")
             yield ProposedRule(
@@ -293,13 +295,15 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
 
 
 def collections(pairing: Pairing, stored: Branch) -> list[ProposedRule]:
-    """Return the ways in which linen's collections became one tree, as NNX has it: all of it, or a part."""
-    both, names = {"batch_stats", "params"}, pairing.target.children.keys() - stored.children.keys()
-    if not both <= stored.children.keys() - pairing.target.children.keys():
+    """Return the ways in which collections became one tree, as linen's are in NNX: all of it, or a part."""
+    own, theirs = Roles(stored), pairing.target.children
+    gone = [name for name, child in stored.children.items() if isinstance(child, Branch) and name not in theirs]
+    gone = [name for name in gone if not own.is_optimizer((name,))]
+    new = [name for name in theirs if name not in stored.children and not pairing.roles.is_optimizer((name,))]
+    if "params" not in gone or not 1 < len(gone) <= _MAX_PARTS:
         return []
-    new = [name for name in names if not pairing.roles.is_optimizer((name,))]
     tops = ["", *sorted(new)] if len(new) <= _MAX_PARTS else [""]
-    return [rename({f"^(?:{either(both)})": plain(top)}, "the target has no such collections") for top in tops]
+    return [rename({f"^(?:{either(gone)})": plain(top)}, "the target has no such collections") for top in tops]
 
 
 def finished(pairing: Pairing, state: State) -> State:
@@ -310,10 +314,10 @@ def finished(pairing: Pairing, state: State) -> State:
         if not pairing.missing(state, at) and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
             continue
         text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
-        if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
-            continue  # numbers alone, of which `_kept` names those that are new
-        if _is_mostly_there(pairing, state, at):
-            continue  # of a new field, as amsgrad's
+        # `_kept` names what is new among numbers alone, or fields of moments, such as amsgrad's.
+        numbers_alone = fields == _NO_MOMENTS and node_at(state.tree, at) is not None
+        if numbers_alone or _is_mostly_there(pairing, state, at):
+            continue
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal(joined(stored_at))}
             step = ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")
@@ -337,13 +341,16 @@ def finished(pairing: Pairing, state: State) -> State:
 
 
 def _single(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
-    """Yield the renames of leaves at the top, such as the step in a tuple, that alone of their kind are left over."""
-    news = {path: pairing.goal[path] for path in pairing.missing(state) if len(path) == 1}
-    olds = {path: seen for path, seen in state.looks.items() if len(path) == 1 and path not in pairing.goal}
-    for (old,), seen in olds.items():
-        names = [name for (name,), wanted in news.items() if wanted == seen]
-        if len(names) == 1 and list(olds.values()).count(seen) == 1:
-            yield rename({f"^{literal(old)}$": plain(names[0])}, f"{names[0]} is alone of that kind, as was {old}")
+    """Yield the renames of numbers, and leaves at the top, that alone of their kind are left over: a tuple's step."""
+    had, has = Roles(state.tree), pairing.roles
+    olds = {path: seen for path, seen in state.looks.items() if path not in pairing.goal and not had.is_optimizer(path)}
+    news = {path: pairing.goal[path] for path in pairing.missing(state) if not has.is_optimizer(path)}
+    wanted, unused, places = Counter(news.values()), Counter(olds.values()), {seen: new for new, seen in news.items()}
+    for old, seen in olds.items():
+        new = places.get(seen, ())
+        if wanted[seen] == unused[seen] == 1 and (not seen[0] or len(old) == len(new) == 1):
+            reason = f"{joined(new)} is alone of that kind, as was {joined(old)}"
+            yield rename({f"^{literal(joined(old))}$": plain(joined(new))}, reason)
 
 
 def _is_mostly_there(pairing: Pairing, state: State, at: Path) -> bool:

@@ -332,7 +332,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
     elif not (found.doubts and is_explained):
         is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
         sure = "These rules would map it" if is_all else "These rules would map a part of it"
-        if found.keeps_all:
+        if not found.rules:
             sure = "Nothing that is stored fits there. Where the target's own values are wanted"
         if found.doubts:
             sure = f"A guess, to be checked leaf by leaf ({found.doubts[0]})"

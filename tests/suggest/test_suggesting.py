@@ -169,7 +169,10 @@ LINEN = {f"linear_{n}": {"kernel": layer["w"], "bias": layer["b"]} for n, layer 
 
 
 def _state(params: Any) -> Any:
-    params = {**params, **TABLE}
+    return _adam({**params, **TABLE})
+
+
+def _adam(params: Any) -> Any:
     adam = {"count": np.int32(2), "mu": mapped(lambda x: x * 2, params), "nu": mapped(lambda x: x * 3, params)}
     return {"step": np.int32(3), "params": params, "opt_state": {"0": adam}}
 
@@ -181,7 +184,7 @@ PORTS: dict[str, tuple[Any, Any, list[str]]] = {
     "T5X to linen's state": (
         T5X,
         {"step": np.int32(7), "params": T5X["target"]},
-        ["rules.move('state/step', 'step')", "rules.rename('target', 'params')"],
+        ["rules.rename('target', 'params')", "rules.rename('state/step', 'step')"],
     ),
     "T5X for inference": (T5X, T5X["target"], ["rules.rename('target', '')"]),
     "towers": (
@@ -208,6 +211,7 @@ def _replicas(tree: Any) -> Any:
 
 A, B, C = _A.dense(4, 8), _A.dense(8, 16), _A.dense(16, 3)
 LAYERS_0_1_2 = {"Dense_0": A, "Dense_1": B, "Dense_2": C}
+BOXED = mapped(lambda x: {"value": x}, {"fc1": A, "fc2": B, "head": C})
 TWO = {"Dense_0": A, "Dense_1": B}
 ONE_NORM, OTHER_NORM = ({"scale": np.full(4, n, np.float32)} for n in (1, 2))
 STATS = {"norm": {"mean": _A(8), "var": _A(8)}}
@@ -219,6 +223,7 @@ FROM_0 = {f"layer_{n}": mapped(lambda x: x + 1, layer) for n, layer in enumerate
 THIRDS = {"layers": {f"block_{n}": stacked(DENSE[n::3], 0) for n in range(3)}}
 PLACES = {f"layer_{n}": f"layers/block_{n % 3}/{n // 3}" for n in range(12)}
 GATES = _A(2, 6, 7)
+MANY = {f"{name}x": _A.dense(4, 8) for name in "abcdefghijklm"}
 # Old and new state, the rules, and what is uncertain: nothing, or part of a doubt or comment.
 REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     "layers into a backbone beside their head": (
@@ -359,6 +364,58 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     "names that become rows": (
         _state({"k": GATES[0], "v": GATES[1]}), _state({"kv": GATES}),
         ["rules.rename({'k': 'kv_0', 'v': 'kv_1'})", r"rules.stack(r'kv_(\d+)', 'kv')"], "is the first row of kv",
+    ),
+    "a level around layers called like moments": (
+        _adam({"mu": A, "nu": B, "x": C}), _adam({"mu": {"mu": A, "nu": B, "x": C}}),
+        [r"rules.rename('(mu)/(bias|kernel)', r'\1/mu/\2')",
+         r"rules.rename('((?:mu|nu|params))/nu', r'\1/mu/nu')",
+         "rules.rename('x', 'mu/x')"], "",
+    ),
+    "a level called params, where some layers have statistics": (
+        {**_adam({"a": A, "b": B, "head": C}), "batch_stats": {"a": STATS["norm"], "b": {"mean": GATES}}},
+        {**_adam({"params": {"a": A, "b": B, "head": C}}),
+         "batch_stats": {"params": {"a": STATS["norm"], "b": {"mean": GATES}}}},
+        [r"rules.rename('((?:mu|nu|params))/(a|b|head)', r'\1/params/\2')",
+         r"rules.rename('((?:batch_stats|mu|nu))/(a|b)', r'\1/params/\2')"], "",
+    ),
+    "a level around many names, beside one that stays": (
+        _adam({**MANY, "head": C}), _adam({"net": MANY, "head": C}),
+        [r"rules.rename('((?:mu|nu|params))/((?!(?:head)(?![^/]))[^/]+)', r'\1/net/\2')"], "",
+    ),
+    "a state in a box, whose parts get names": (
+        {"state": _adam(TWO)}, {"target": TWO, "opt": _adam(TWO)["opt_state"]},
+        ["rules.rename('state/params', 'target')",
+         "rules.optimizer_state('opt', stored_at='state/opt_state')"], "a name that says something else",
+    ),
+    "a state in a box that becomes a tuple": (
+        tuple(_adam(TWO)[name] for name in ("params", "opt_state", "step")), {"state": _adam(TWO)},
+        ["rules.rename('^0', 'state/params')",
+         "rules.rename('^2$', 'state/step')",
+         "rules.optimizer_state('state/opt_state', stored_at='1')"], "",
+    ),
+    "a collection of another name that becomes one with the parameters": (
+        {"params": TWO, "ema_x": {"x": GATES}, "opt_state": _adam(TWO)["opt_state"]},
+        {"model": {**TWO, "x": GATES}, "opt_state": _adam(TWO)["opt_state"]},
+        ["rules.rename('^(?:ema_x|params)', 'model')"], "a name that says something else",
+    ),
+    "statistics that leave one tree": (
+        {"model": {"bn": {**NORMS[0], **STATS["norm"]}, "fc": A}},
+        {"params": {"bn": NORMS[0], "fc": A}, "batch_stats": {"bn": STATS["norm"]}},
+        ["rules.rename('model', 'params')",
+         "rules.rename('params/bn/mean', 'batch_stats/bn/mean')",
+         "rules.rename('params/bn/var', 'batch_stats/bn/var')"], "",
+    ),
+    "boxes and other names beside a step": (
+        {"step": np.int32(3), "params": LAYERS_0_1_2, "opt_state": {"0": {"trace": LAYERS_0_1_2}}},
+        {"step": np.int32(3), "params": BOXED, "opt_state": {"0": {"trace": BOXED}}},
+        [r"rules.rename('(bias|kernel)$', r'\1/value')",
+         "rules.rename({'Dense_0': 'fc1', 'Dense_1': 'fc2'})",
+         "rules.rename('Dense_2', 'head')"], "",
+    ),
+    "a renamed layer in one of several states": (
+        {"actor": _adam({"body": {"Dense_0": A}, "Dense_0": B})},
+        {"actor": _adam({"body": {"Dense_0": A}, "means": B})},
+        [r"rules.rename('((?:mu|nu|params))/Dense_0', r'\1/means')"], "",
     ),
 }  # fmt: skip
 
