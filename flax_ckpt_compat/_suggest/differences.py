@@ -210,11 +210,11 @@ class Gap:
                 if held and (only or not same) and not own and "/" not in "".join(level):
                     place = show_path(self.path) if self.path else "the whole tree"
                     reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"
-                    olds, news, patterns = (name,), tuple(inner), {literal("/".join(level)): ""}
+                    olds, news, patterns = [name], list(inner), {literal("/".join(level)): ""}
                     if is_new:
-                        olds, news = tuple(held if self.common else children), (name,)
+                        olds, news = held if self.common else list(children), [name]
                         patterns = {f"({all_but(olds, self.ours)})": rf"{plain('/'.join(level))}/\1"}
-                    yield Change(self.path, olds, news, patterns, reason)
+                    yield Change(self.path, tuple(olds), tuple(news), patterns, reason)
                     self._take(list(children), [name], turned=not is_new)
                     return
 
