@@ -205,8 +205,7 @@ class Gap:
                 # What holds the same as a child is that child itself, unless it holds the only child by its name.
                 same = self.memo.print(whole) in prints
                 only = len(children) == 1 and children.keys() == inner.keys()
-                # At the top, what holds moments is an optimizer's state.
-                own = not self.path and not features.MOMENTS.isdisjoint(level)
+                own = not self.path and not features.MOMENTS.isdisjoint(level)  # an optimizer's state
                 if held and (only or not same) and not own and "/" not in "".join(level):
                     place = show_path(self.path) if self.path else "the whole tree"
                     reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"

@@ -223,6 +223,7 @@ def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own:
     (first, *rest), inner, beside = shown[-count:], path[len(path) - count + 1 :], set[str]()
     if count == len(path) or path[-count] == "params":  # moments lie as their parameters do, below other names
         beside = {at[-count] for at in moments if len(at) >= count and at[len(at) - count + 1 :] == inner} & MOMENTS
+    beside |= {home[0] for home in homes if home[1:] == inner and unnumbered(home) != like}
     above = "|".join(sorted({first, *map(literal, beside)}))
     return f"({'/'.join([f'(?:{above})' if beside - {path[-count]} else first, *rest])})/"
 
