@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leav
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import is_array, is_key, nearest, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import is_key, nearest, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
 _MAX_TOPS = 4
@@ -102,14 +102,15 @@ def _missing_leaves(plan: TreePlan) -> str:
     assert plan.target is not None
     lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
-    names = [show_path(path) for path, _ in iter_leaves(plan.tree)]
-    held = {show_path(path): leaf.shape for path, leaf in iter_leaves(plan.tree) if is_array(leaf)}
+    held = {show_path(path): getattr(leaf, "shape", None) for path, leaf in iter_leaves(plan.tree)}
     arrays = ((path, *shape_and_dtype(node_at(plan.target.node, path))) for path in plan.missing)
     wanted = {show_path(path): shape for path, shape, dtype in arrays if isinstance(dtype, np.dtype)}
     any_near = False
     for row in rows:
-        size = wanted.get(row.names[0])  # None for a folded row, for keys, and for what is no array
-        near = [name for name in nearest(row.names[0], names) if size is None or held.get(name, size) == size]
+        first = row.members[0].names[0] if row.members else row.names[0]
+        size = wanted.get(first)  # None for keys, and for what is no array
+        fit = [name for name, shape in held.items() if size in (None, shape)]
+        near = nearest(first, fit, of_its_shape=size is not None)
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"

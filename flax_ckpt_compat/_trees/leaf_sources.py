@@ -99,19 +99,26 @@ def needs(source: Any) -> dict[Any, int]:
     return {}
 
 
-def nearest(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return at most two names that are akin to a key path where they differ; with its last part if any name has it."""
+def nearest(wanted: str, names: Iterable[str], *, of_its_shape: bool = False) -> list[str]:
+    """Return at most two names akin to a key path, of those that have most of its levels; if they are known to be
+    ``of_its_shape``, all levels but one are enough."""
     ours, paths = wanted.split("/"), {name: name.split("/") for name in names}
-    found = [name for name, path in paths.items() if path[-1] == ours[-1]] or [
-        # An item of a list is like no other name.
-        name
+    # An item of a list is like no other name.
+    shared = {
+        name: len({*ours}.intersection(path))
         for name, path in paths.items()
         if path[-1].isdecimal() or not ours[-1].isdecimal()
-    ]
+    }
+    most = max(shared.values(), default=0)
     pairs = set(map(str.__add__, wanted, wanted[1:]))
-    shared = {name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1) for name in found}
-    found = heapq.nlargest(_MAX_COMPARED, found, key=shared.__getitem__)
-    akin = [name for name in found if _are_akin(ours, paths[name])]
+    alike = {
+        name: len(pairs.intersection(map(str.__add__, name, name[1:]))) / (len(name) + 1)
+        for name, count in shared.items()
+        if count == most
+    }
+    found = heapq.nlargest(_MAX_COMPARED, alike, key=alike.__getitem__)
+    differs_in_one = of_its_shape and most == len({*ours}) - 1 > 1
+    akin = [name for name in found if differs_in_one or _are_akin(ours, paths[name])]
     return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
 
 

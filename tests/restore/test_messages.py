@@ -1,6 +1,7 @@
 """What errors and warnings say about leaves that are missing or of another shape: all of them, in few lines."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,22 @@ def net(names: tuple[str, str, str], start: int = 0) -> Any:
     """Three layers that are told apart by their shapes."""
     layers = (dense(4, 8, start), dense(8, 8, start), dense(8, 3, start))
     return {"params": dict(zip(names, layers, strict=True)), "step": start}
+
+
+def test_hints_are_of_the_same_shape_field_and_part(tmp_path: Path) -> None:
+    """A moment is never the other one, nor a decoder's layer an encoder's; a folded row has that of its first leaf."""
+
+    def state(name: str) -> Any:
+        layers = {f"{name}{n}": dense(4 * n, 4 * n + 4, n) for n in (1, 2, 3)}
+        params = {"encoder": layers, "decoder": layers}
+        return {"params": params, "opt_state": {"0": {"mu": params, "nu": params}}}
+
+    path = save(tmp_path / "x", state("fc"))
+    with pytest.raises(MissingLeavesError) as caught:
+        restore(path, state("dense_"))
+    hints = re.findall(r"  (\S+)   \(stored: ([^,)]*)", str(caught.value))
+    assert len(hints) == 12
+    assert all(near == wanted.replace("dense_{1..3}", "fc1") for wanted, near in hints), hints
 
 
 OLD, NEW = ("Dense_0", "Dense_1", "Dense_2"), ("encoder", "Dense_0", "Dense_1")
