@@ -238,7 +238,10 @@ def _named(path: Path, collections: Set[str]) -> Path:
 def _names(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
     for (old, new), leaves in layers.items():
-        if not features.may_be_one(*core(old, new), leaf=any(name == "" for name, _ in leaves)):
+        ours, theirs = core(old, new)
+        is_digit = any("".join(path).isdecimal() for path in (ours, theirs)) and _COUNTS.isdisjoint((*ours, *theirs))
+        is_number = is_digit and any(name == "" and not shape for name, (shape, _) in leaves)
+        if is_number or not features.may_be_one(ours, theirs, leaf=any(name == "" for name, _ in leaves)):
             yield f"{show_path(new)} would come from {show_path(old)}, a name that says something else"
     turned = [pair for pair in layers if all(pair) and features.is_torch_name(pair[0][-1], pair[1][-1])]
     shapes = [shape for pair in turned for _, (shape, _) in layers[pair] if len(shape) > 1]

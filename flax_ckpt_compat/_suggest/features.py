@@ -16,7 +16,6 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
 from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
-from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 
 
@@ -110,8 +109,6 @@ def look(leaf: Any) -> Look:
     if isinstance(leaf, Derived):
         kind = "key" if is_key(leaf) else "text"
         return leaf.shape or (), kind_of(leaf.dtype) if leaf.dtype is not None else kind
-    if prng_keys.is_prng_key(leaf):
-        return tuple(leaf.shape), "key"
     shape, dtype = shape_and_dtype(leaf)
     if shape is not None and dtype is not None:
         return shape, kind_of(dtype)
@@ -170,11 +167,8 @@ def _optimizer_roots(tree: Node, path: Path, depth: int = 1) -> Iterator[Path]:
     """Yield the key paths of optimizers' states; ``depth`` is that of one without a name of its own."""
     if not isinstance(tree, Branch) or "params" in path or (path and path[-1] in ("batch_stats", "ema_params")):
         return
-    if path[-1:] == ("param_states",):
-        yield path
-        return
-    named = _is_named_optimizer(path[-1:], tree)
-    if named and not _holds_more(tree):
+    is_named = _is_named_optimizer(path[-1:], tree) and not _holds_more(tree)
+    if is_named or path[-1:] == ("param_states",):
         yield path
     elif {"mu", "nu"} <= tree.children.keys() or {"trace"} == tree.children.keys():
         yield path[:depth]
@@ -371,9 +365,12 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
     numbers = [[int(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
     before, after = ([(a, b) for a, b in zip(*side, strict=False) if a != b] for side in (numbers[:2], numbers[2:]))
     if before and after:  # several numbers may have changed places
-        stems = [_STEM.findall("/".join(side[0])) for side in (olds, news)]
-        if len(before) > 1 and any(a and a != b and a in stems[1] for a, b in zip(*stems, strict=False)):
-            return False  # a number may have gone with the word before it
+        stems = (_STEM.findall("/".join(side[0]).lower()) for side in (olds, news))
+        unlike = [pair for pair in zip(*stems, strict=False) if not _alike(*pair)]
+        if len(before) > 1 and len(unlike) > 1:  # a number may have gone with the word before it
+            crossed = any(old and _alike(old, new) for (old, _), (_, new) in itertools.permutations(unlike, 2))
+            if crossed or not _SAY_NOTHING.issuperset(filter(None, itertools.chain(*unlike))):
+                return False
         changes = [(old < old2, new < new2) for (old, old2), (new, new2) in zip(before, after, strict=False)]
         return len(before) == len(after) and all(one == other for one, other in changes)
     (old, old2), (new, new2) = (["_".join(path) for path in side] for side in (olds, news))

@@ -114,13 +114,14 @@ class Pairing:
                 # Layers elsewhere that lie as they should must not be stacked, too.
                 if state.fitting <= after.fitting or not any("stack(" in step.rule.source for step in steps):
                     state = after
+                if not self.missing(state):  # like steps for thousands of single branches may follow
+                    return state
             if state is before:
                 break
         return state
 
     def _leftovers(self, state: State) -> Iterator[list[ProposedRule]]:
-        found = differences.leftovers(state.tree, state.looks, self.target, self.goal, self.memo)
-        return _renamed(list(found), state.tree)
+        return _renamed(differences.leftovers(state.tree, state.looks, self.target, self.goal, self.memo), state.tree)
 
     def _groups(self, state: State) -> Iterator[list[ProposedRule]]:
         """Yield the steps of one round; those of one list make sense together alone."""
@@ -142,11 +143,10 @@ class Pairing:
         """Return whether no optimizer's state, whose moments look like parameters, becomes more, or another thing."""
         olds, news = ([(*change.path, name) for name in side] for side in (change.old, change.new))
         was_optimizer = all(map(own.is_optimizer, olds))
-        if was_optimizer and not change.path and len(own.roots) != len(self.roles.roots):
-            return False  # one became several, or the other way round
-        if was_optimizer:
-            return any(map(self.roles.is_optimizer, news))
-        holds_one = any(root[: len(old)] == old for root in own.roots for old in olds)  # beside parameters
+        if was_optimizer:  # at the top, one must not become several, or the other way round
+            as_many = bool(change.path) or len(own.roots) == len(self.roles.roots)
+            return as_many and any(map(self.roles.is_optimizer, news))
+        holds_one = any(root[:-1][: len(old)] == old for root in own.roots for old in olds)  # beside parameters
         return not (holds_one and all(map(self.roles.is_optimizer, news)))
 
     def _pairs(self, stored: Branch, target: Branch, own: Roles, path: Path) -> Iterator[tuple[Path, Branch, Branch]]:
@@ -166,7 +166,7 @@ class Pairing:
                 yield from self._pairs(child, other, own, (*path, name))
 
 
-def _renamed(changes: list[Change], tree: Node) -> Iterator[list[ProposedRule]]:
+def _renamed(changes: Iterable[Change], tree: Node) -> Iterator[list[ProposedRule]]:
     """Yield renames, with parent names if a name is ambiguous; those that reuse old names together, in one step."""
     homes, kinds = dict[str, set[Path]](), dict[tuple[str, Path], Change]()
     for change in sorted(changes, key=lambda one: (len(one.path), -len(one.old))):
@@ -367,9 +367,8 @@ def _is_longer(stored: Node, target: Node) -> bool:
     """Return whether a chain of optimizers has more members than the target's, which a restore would refuse."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return False
-    if target.container.is_sequence and len(stored.children) > len(target.children):
-        return True
-    return any(_is_longer(stored.children.get(name), child) for name, child in target.children.items())
+    is_longer = target.container.is_sequence and len(stored.children) > len(target.children)
+    return is_longer or any(_is_longer(stored.children.get(name), child) for name, child in target.children.items())
 
 
 def typed_keys(pairing: Pairing, state: State) -> State:

@@ -256,6 +256,10 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
         {"optimizer": {"model": TWO, **_state(TWO)}}, {"model": TWO, "optimizer": _state(TWO)},
         ["rules.rename('optimizer/model', 'model')"], "",
     ),
+    "an optimizer that takes the step": (
+        _state(TWO), {"model": _state(TWO)["params"], "optimizer": {n: _state(TWO)[n] for n in ("opt_state", "step")}},
+        ["rules.rename('params', 'model')", r"rules.rename('(opt_state|step)', r'optimizer/\1')"], "",
+    ),
     "states called like optimizers": (
         {"g_opt": _state(TWO), "d_opt": _state({"c": C})}, {"gen": _state(TWO), "disc": _state({"c": C})},
         ["rules.rename('d_opt', 'disc')", "rules.rename('g_opt', 'gen')"], "a name that says something else",
@@ -446,13 +450,16 @@ def test_two_arrays_where_there_was_one_are_no_box() -> None:
     assert suggestion is None or not suggestion.rules
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["rows", "kernels"])
-def test_many_layers_take_no_longer_each(flat: bool) -> None:
+@pytest.mark.parametrize("form", ["rows", "kernels", "towers"])
+def test_many_layers_take_no_longer_each(form: str) -> None:
     """Twice the layers are at most three times the work, counted in calls of functions."""
 
     def work(count: int) -> int:
         old, new = ({f"l{n}_{m}": {"kernel": array(8, w)} for n in range(count) for m in "01"} for w in (8, 9))
-        if flat:
+        if form == "towers":
+            old = {f"t{n}": {f"l_{m}": dense(2, 3) for m in range(3)} for n in range(count)}
+            new = {name: {"l": {"kernel": array(3, 2, 3), "bias": array(3, 3)}} for name in old}
+        elif form == "kernels":
             old, new = (
                 {f"{name}_{n}_x": array(3, n % 7 + 4, 8) for n in range(count)} for name in ("features", "conv")
             )

@@ -143,6 +143,9 @@ GUESSES: list[tuple[Any, Any, str]] = [
         "would both come from opt_state",
     ),
     *((old, new, "") for old, new in (
+            ((BODY, np.int32(3)), {"params": BODY, "state": {"best_epoch": np.int32(3)}}),
+            ({"params": {f"expert_{n}": {f"layer_{m}": D for m in range(2)} for n in range(2)}},
+             {"params": {f"layers_{m}": {f"experts_{n}": D for n in range(2)} for m in range(2)}}),
             (SQUARES, {"params": {"mixer": D, "gate": D, "head": dense(8, 3)}}),
             (SQUARES, {"params": {"enc": D, "Dense_0": D, "Dense_1": dense(8, 3)}}),
             ({"params": {"Dense_0": D, "out": dense(8, 3)}}, {"params": {"enc": D, "Dense_0": D, "out": dense(8, 3)}}),
