@@ -185,12 +185,11 @@ class Coordinator:
 
     def _lead(self, stage: str, failed: BaseException | None, on_primary: Callable[[Reports], Any]) -> Any:
         """Run a barrier in process 0."""
-        value, error, self.is_awaiting = None, None, True  # until all others have reported
+        value, error = None, None
         if stage == BEGIN:
             self._store.delete(self._failures)
         try:
             reports = self._collect(stage, is_failed=failed is not None)
-            self.is_awaiting = len(reports) < self.process.count - 1
             self._check(stage, reports, failed)
             value = on_primary(reports)
         except BaseException as raised:  # noqa: BLE001  (reported to the other processes)

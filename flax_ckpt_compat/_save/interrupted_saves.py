@@ -81,7 +81,10 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
                 what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
                 yield Leftover(folder / name, what, (folder / name).total_size())
         return
-    for name in sorted(folder.listdir()) if names is None else names:
+    if names is None:
+        with translated(folder.path):
+            names = sorted(os.listdir(folder.path))
+    for name in names:
         location = folder / name
         if presence.lexists(location.path) and (found := _look(location)):
             yield Leftover(location, found[0], location.total_size(), *found[1:])

@@ -223,7 +223,7 @@ class _OwnSave:
         if coordinator.is_primary or coordinator.is_aborted or upload is not None:
             atomic.remove_temporary(self.part.path)
         if coordinator.is_primary and upload is not None and not self.publishing:
-            upload.abort(is_awaited=coordinator.is_awaiting)
+            upload.abort()
 
 
 def _own_nbytes(tree: Node, writers: Mapping[Path, int] = {}, process: int = 0) -> int:

@@ -300,31 +300,25 @@ def test_a_step_that_is_being_removed(is_saved: bool, monkeypatch: pytest.Monkey
     monkeypatch.setitem(commit.CLIENTS, "gs", store)
     save(1, "orbax")
 
-    def remove() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "list", lambda _: dict(found))
-            commit.remove(URL)
-
     def write(url: str, *rest: Any) -> str:
         if url.endswith(MANIFEST):
             found.update(store.list(URL))
         if url.endswith(COMMIT_FILE) and not is_saved:
-            remove()
+            commit.remove_folder(URL, found)
         return Memory.write(store, url, *rest)
 
     monkeypatch.setattr(store, "write", write)
     if is_saved:
         save(2, "other")
-        remove()
+        commit.remove_folder(URL, found)
     else:
         with pytest.raises(ConcurrentWriteError):
             save(2, "other")
     assert restored() == (2 if is_saved else None)
 
 
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_what_is_sent_while_a_save_is_aborted(is_awaited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes, too, at once or a day later: its process found the mark of the save just before that went."""
+def test_what_is_sent_while_a_save_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes, too: its process found the mark of the save just before that went."""
     store = Memory(needs_commit_file=True, by_content=False)
     monkeypatch.setitem(commit.CLIENTS, "gs", store)
     upload = commit.Upload(URL)
@@ -336,14 +330,8 @@ def test_what_is_sent_while_a_save_is_aborted(is_awaited: bool, monkeypatch: pyt
         return Memory.delete(store, url, version)
 
     monkeypatch.setattr(store, "delete", delete)
-    upload.abort(is_awaited=is_awaited)
-    assert is_awaited or not store.objects
-    if is_awaited:  # a process that was late dies while it sends
-        store.objects[f"{URL}/{PROCESS_PREFIX}1{upload.tag}/d/dead"] = b"", "dead"
-        assert storage.ObjectLocation(URL).holds_nothing()
-        monkeypatch.setattr(commit, "EXPIRES_AFTER", -2)
-        storage.ObjectLocation(URL).parent.prepare_directory()
-        assert not store.objects
+    upload.abort()
+    assert not store.objects
 
 
 @pytest.mark.parametrize("shared", [False, True])

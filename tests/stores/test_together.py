@@ -135,7 +135,6 @@ def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: 
             outcomes = team.run(store_jobs.overwrite, root, orbax, 1, 5, WAIT, timeout=30)
         assert outcomes[victim].died is not None
         assert outcomes[1 - victim].kinds[0] == "ProcessTimeoutError"
-        assert "_begun" in " ".join(bucket.keys())  # by which is found what the dead one may have sent
     finally:
         team.close()
     assert ours.available_steps(root) == [1]

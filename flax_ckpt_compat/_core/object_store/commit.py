@@ -122,7 +122,11 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
 def remove(url: str) -> None:
     """Remove a checkpoint, the object first: it must not reappear when the folder that replaced it is gone."""
     client_for(url).delete(url)
-    found = client_for(url).list(url)
+    remove_folder(url, client_for(url).list(url))
+
+
+def remove_folder(url: str, found: Files) -> None:
+    """Remove files that were found in a folder, if there are any and it was not committed since."""
     if found and (gone := _uncommit(url, found)):
         delete(url, gone, versions_of(gone))
 
@@ -142,9 +146,10 @@ def _uncommit(url: str, found: Files) -> Files:
 
 def delete(url: str, names: Collection[str], versions: Mapping[str, str] = {}) -> None:
     """Delete files of a folder, the markers last; of those with a version, that one alone."""
+    client = client_for(url)
     for is_last in (False, True):
         group = [name for name in names if is_upload_marker(name) == is_last]
-        in_parallel(lambda name: client_for(url).delete(f"{url}/{name}", versions.get(name)), group, _AT_ONCE)
+        in_parallel(lambda name: client.delete(f"{url}/{name}", versions.get(name)), group, _AT_ONCE)
 
 
 def remove_arrays_beside(url: str) -> None:
@@ -315,16 +320,11 @@ class Upload:
         with harmless(self.url, "what told how far a save was"):
             self.client.delete(f"{self.folder}/{self.marker}")
 
-    def abort(self, *, is_awaited: bool = False) -> None:
-        """Remove what a save that has not been published has written; ignore refusals.
-
-        While other processes are awaited, another marker stays, by which what a dead one has sent is found."""
-        kept = f"{layout.BEGUN}.{time_of(self.marker) - 1}{self.tag}" if is_awaited else ""
+    def abort(self) -> None:
+        """Remove what a save that has not been published has written; ignore refusals."""
         with suppress(StorageError):
-            if kept:
-                self.write(kept, b"")
-            delete(self.folder, [*({*self.written()} - {kept}), self.marker])
-            delete(self.folder, {*self.written()} - {kept})  # of a process that found the marker just before
+            delete(self.folder, [*self.written(), self.marker])
+            delete(self.folder, self.written())  # of a process that found the marker just before
 
     # The commit.
 
