@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.commit import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -102,8 +103,10 @@ def _check_complete(save: ProcessSave, location: Location, names: Sequence[str],
         for key in (encoding.metadata_file, *keys_of(stored.shape, stored.write_shape, stored.dtype)):
             if (prefix + key).encode() not in entries:
                 what = f"the value {prefix + key!r} of the leaf {show_path(entry.path)!r} is missing"
-                lost = ", ".join(name for name in names if not (location / name / MANIFEST).isfile())
-                raise _incomplete(location, f"{what}, as is the index of {lost}" if lost else what)
+                # A process that holds no first replica has written none.
+                if lost := one_line(name for name in names if not (location / name / MANIFEST).isfile()):
+                    what += f", and no index is there of {lost}, which not all processes need to have written"
+                raise _incomplete(location, what)
     for file, end in Index(location, entries).ends().items():
         at = location / file
         if not at.isfile() or at.size() < end:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, neighbours, read_runs, truncated
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, ends_early, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local import local_file
@@ -162,7 +162,7 @@ class ArrayReader:
                 reads = [piece.range_of(source) for source, group in sources for piece in group]
                 for read in () if is_remote else reads:  # before memory of a claimed length is taken
                     if read.offset + read.nbytes > read.source.size:
-                        raise truncated(read)
+                        raise ends_early(read)
                 runs = neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES)
                 read_runs(runs, deliver, meter, check)
 

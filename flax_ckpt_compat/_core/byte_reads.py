@@ -121,11 +121,11 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     return sorted(runs, key=offset_of)
 
 
-def truncated(read: Read) -> CorruptCheckpointError:
+def ends_early(read: Read) -> CorruptCheckpointError:
     """Return the error for a file that ends before a read does."""
     path, leaf = read.source.path, show_path(read.owner)
-    found = f"the file ends too early, within {read.nbytes} bytes from byte {read.offset}"
-    message = f"{path}: the leaf {leaf!r} cannot be read: {found}; restore it from a backup, or another checkpoint"
+    found = f"the leaf {leaf!r} cannot be read: the file ends too early, before byte {read.offset + read.nbytes}"
+    message = f"{path}: {found}; restore it from a backup, another checkpoint, or the other leaves only"
     return CorruptCheckpointError(message, path=path, leaf=leaf)
 
 
@@ -153,13 +153,16 @@ def _read_run(deliver: Deliver, meter: Meter, check: Check | None, run: Run) -> 
         data = memoryview(source.read(start, stop))
     if is_direct or source.is_local:
         data = data[: source.fill(data, start)]
-    for read in reads if len(data) < stop - start else ():
-        if read.offset + read.nbytes > start + len(data):
-            raise truncated(read)
+    if len(data) < stop - start:
+        for read in reads:
+            if read.offset + read.nbytes > start + len(data):
+                raise ends_early(read)
     if check is not None:
         check(run, data)
     found: list[tuple[Read, memoryview]] = []
-    for read in () if is_direct else reads:
+    for read in reads:
+        if is_direct:
+            break
         part = data[read.offset - start : read.offset - start + read.nbytes]
         if read.target is None:
             found.append((read, part))

@@ -6,6 +6,7 @@ here, with reason and remedy."""
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import signal
@@ -212,10 +213,10 @@ class ConcurrentWriteError(StorageError):
 
 def is_of_handler(error: BaseException) -> bool:
     """Return whether a signal handler of the program raised an error: a TimeoutError, say, which must reach it."""
-    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
-    # A function or method, a functools.partial of one, or an object that is called.
-    forms = [form for one in handlers for form in (one, getattr(one, "func", None), type(one).__call__)]
-    codes = {getattr(form, "__code__", None) for form in forms} - {None}
+    handlers = list(filter(callable, map(signal.getsignal, signal.valid_signals())))
+    handlers += [one.func for one in handlers if isinstance(one, functools.partial)]
+    # A function or method, or an object that is called.
+    codes = {getattr(form, "__code__", None) for one in handlers for form in (one, type(one).__call__)} - {None}
     return bool(codes) and any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 

@@ -12,10 +12,12 @@ import abc
 import io
 import json
 import math
+import struct
 import sys
 import threading
 import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
@@ -51,6 +53,12 @@ _ENCRYPTED = 1  # a flag
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _BAD_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError)
 _Kind = type[errors.CorruptCheckpointError]  # of damage
+_LZMA = [zipfile.lzma.LZMAError] if zipfile.lzma else []  # type: ignore[attr-defined]  # a Python may lack it
+# OSErrors without a number are those of bz2: what cannot be read is a StorageError by then.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, *_LZMA, struct.error, OSError, EOFError, ValueError,
+    KeyError, TypeError, AttributeError, OverflowError, NotImplementedError, RecursionError,
+)  # fmt: skip
 
 
 class _WholeReader(Reader):
@@ -197,7 +205,8 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, target: Any) -> int:
         some = memoryview(target)[: max(self._source.size - self._at, 0)]
-        count = self._source.fill(some, self._at) if some else 0
+        with translated(self._source.path):
+            count = self._source.fill(some, self._at) if some else 0
         self._at += count
         return count
 
@@ -348,14 +357,16 @@ def _damaged(
 def _naming_damage(
     file: Location, what: str, leaf: str | None = None, kind: _Kind = errors.CorruptCheckpointError
 ) -> Iterator[None]:
-    """Raise `_damaged` for what does not decode: each codec of zipfile has errors of its own, OSErrors among them."""
+    """Raise `_damaged` for what does not decode."""
     with translated(file.path):
         try:
             yield
-        except Exception as cause:
-            is_of_system = isinstance(cause, (errors.CheckpointError, MemoryError)) or getattr(cause, "errno", None)
+        except _DAMAGE as cause:
+            is_of_system = isinstance(cause, errors.CheckpointError) or getattr(cause, "errno", None)
             if is_of_system or errors.is_of_handler(cause):
                 raise
+            if isinstance(cause.__context__, errors.StorageError):  # of which zipfile says that it is no archive
+                raise cause.__context__ from cause
             raise _damaged(file, f"{what} ({cause!r:.200})", leaf, kind) from cause
 
 

@@ -102,6 +102,7 @@ def _missing_leaves(plan: TreePlan) -> str:
     assert plan.target is not None
     lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
+    unused = set(map(show_path, plan.unused))
     held = {show_path(path): getattr(leaf, "shape", None) for path, leaf in iter_leaves(plan.tree)}
     arrays = ((path, *shape_and_dtype(node_at(plan.target.node, path))) for path in plan.missing)
     wanted = {show_path(path): shape for path, shape, dtype in arrays if isinstance(dtype, np.dtype)}
@@ -109,8 +110,8 @@ def _missing_leaves(plan: TreePlan) -> str:
     for row in rows:
         first = row.members[0].names[0] if row.members else row.names[0]
         size = wanted.get(first)  # None for keys, and for what is no array
-        fit = [name for name, shape in held.items() if size in (None, shape)]
-        near = nearest(first, fit, of_its_shape=size is not None)
+        fit = [name for name, shape in held.items() if None in (size, shape) or size == shape]
+        near = nearest(first, fit, () if size is None else unused.intersection(fit))
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"

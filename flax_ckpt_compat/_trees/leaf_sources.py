@@ -7,7 +7,7 @@ import difflib
 import enum
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -99,9 +99,10 @@ def needs(source: Any) -> dict[Any, int]:
     return {}
 
 
-def nearest(wanted: str, names: Iterable[str], *, of_its_shape: bool = False) -> list[str]:
-    """Return at most two names akin to a key path, of those that have most of its levels; if they are known to be
-    ``of_its_shape``, all levels but one are enough."""
+def nearest(wanted: str, names: Iterable[str], free: Collection[str] = ()) -> list[str]:
+    """Return at most two names akin to a key path, of those that have most of its levels.
+
+    Those that are ``free``, of its shape and of no other use, are akin if all levels but one are equal."""
     ours, paths = wanted.split("/"), {name: name.split("/") for name in names}
     # An item of a list is like no other name.
     shared = {
@@ -117,8 +118,8 @@ def nearest(wanted: str, names: Iterable[str], *, of_its_shape: bool = False) ->
         if count == most
     }
     found = heapq.nlargest(_MAX_COMPARED, alike, key=alike.__getitem__)
-    differs_in_one = of_its_shape and most == len({*ours}) - 1 > 1
-    akin = [name for name in found if differs_in_one or _are_akin(ours, paths[name])]
+    differ_in_one = free if most == len({*ours}) - 1 > 1 else ()
+    akin = [name for name in found if name in differ_in_one or _are_akin(ours, paths[name])]
     return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
 
 

@@ -140,8 +140,8 @@ def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
     title = f"{word:<10}  {count:>12}  {size:>8}  {checkpoint.format or '-':<7}  {checkpoint.path}"
     yield Line(printable(title, one_line=True), _COLORS[checkpoint.state], hang=2)
     start = f"{checkpoint.path}: "  # which the line above names
-    wrong = [one for one in checkpoint.leaves if one.why]
-    rows = [Row((one.path, one.why.removeprefix(start).removeprefix(f"{one.path}: ")), (one.state,)) for one in wrong]
+    wrong = [(one, one.why.removeprefix(start).removeprefix(f"{checkpoint.path}/")) for one in checkpoint.leaves]
+    rows = [Row((one.path, why.removeprefix(f"{one.path}: ")), (one.state,)) for one, why in wrong if why]
     found, more = text_formatting.shown(rows)
     details = [f"{row.detail[0]}: {row.names[0]}{row.note}: {row.names[1]}" for row in found]
     details += [f"and {more} more"] if more else []

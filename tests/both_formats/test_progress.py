@@ -1,8 +1,10 @@
 """``progress=``: what the callback is told, from which threads, and what its own errors do."""
 
 import errno
+import functools
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -119,6 +121,24 @@ def test_a_callback_that_fails_ends_no_work(tmp_path: Path, format: Any, caplog:
     assert_same(restore(tmp_path, step=2, progress=fail), TREE)
     assert [one.doing for one in calls] == ["save", "save", "restore"]
     assert len([record for record in caplog.records if "progress callback of a" in record.getMessage()]) == 3
+
+
+class Alarm:
+    """A signal handler that is an object."""
+
+    def __call__(self, what: str, *_: Any) -> None:
+        raise TimeoutError(what)
+
+
+@pytest.mark.parametrize("wraps", [Alarm().__call__, Alarm()], ids=["method", "object"])
+def test_what_a_signal_handler_raises_comes_out(wraps: Any, tmp_path: Path) -> None:
+    """The error of a handler, a partial of a method or an object here, is no failure of the callback it interrupts."""
+    before = signal.signal(signal.SIGALRM, functools.partial(wraps, "job limit"))
+    try:
+        with pytest.raises(TimeoutError, match=r"^job limit$"):
+            save(tmp_path / "x", TREE, progress=lambda _: signal.raise_signal(signal.SIGALRM))
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_failures_are_reported(tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:

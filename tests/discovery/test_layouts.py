@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -503,6 +504,16 @@ def test_hostile_files(name: str, content: bytes, error: type[Exception], tmp_pa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=re.escape(name)):
         flax_ckpt_compat.restore(tmp_path / name)
+
+
+@pytest.mark.parametrize("failure", [TimeoutError("timed out"), OSError("lost"), RuntimeError("no lzma")], ids=repr)
+def test_what_is_not_read_is_no_damage(failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may be whole whose bytes do not come, or that this Python cannot decompress."""
+    (tmp_path / "a.npz").write_bytes(archive(zipfile.ZIP_LZMA, a_npy=array()))
+    monkeypatch.setattr("flax_ckpt_compat._core.local.local_file.LocalFile.fill", Mock(side_effect=failure))
+    expected = errors.StorageError if isinstance(failure, OSError) else RuntimeError
+    with pytest.raises(expected, match=str(failure)):
+        flax_ckpt_compat.restore(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("offsets", [[0, 8], [4, 12], [12, 20]])

@@ -223,7 +223,7 @@ INCOMPLETE = "what the processes saved is not complete: "
 @pytest.mark.parametrize(
     ("spoil", "place", "said"),
     [
-        (lose, "ocdbt.process_1", f"{INCOMPLETE}the value 'a/.*' of the leaf 'a' is missing, as .* of ocdbt.process_1"),
+        (lose, "ocdbt.process_1", f"{INCOMPLETE}the value 'a/.*' of the leaf 'a' is missing.* of ocdbt.process_1"),
         (lose, "ocdbt.process_1/manifest.ocdbt", INCOMPLETE),
         (lose, "ocdbt.process_1/d", INCOMPLETE),
         (functools.partial(cut, pick=min), "ocdbt.process_1/d", f"{INCOMPLETE}.*ocdbt.process_1"),
