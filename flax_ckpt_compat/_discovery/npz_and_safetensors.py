@@ -366,7 +366,7 @@ def _naming_damage(
             if is_of_system or errors.is_of_handler(cause):
                 raise
             if isinstance(cause.__context__, errors.StorageError):  # of which zipfile says that it is no archive
-                raise cause.__context__ from cause
+                raise cause.__context__ from cause.__context__.__cause__
             raise _damaged(file, f"{what} ({cause!r:.200})", leaf, kind) from cause
 
 
