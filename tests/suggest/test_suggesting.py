@@ -1,7 +1,5 @@
 """Proposals, judged by the stored leaf that each leaf of the target would get, also between code bases."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

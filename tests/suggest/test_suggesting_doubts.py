@@ -1,7 +1,5 @@
 """What may be another thing is never certain: unlike names, unused arrays, copies, turned weights."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
