@@ -160,14 +160,13 @@ def _read_run(deliver: Deliver, meter: Meter, check: Check | None, run: Run) -> 
     if check is not None:
         check(run, data)
     found: list[tuple[Read, memoryview]] = []
-    for read in reads:
-        if is_direct:
-            break
-        part = data[read.offset - start : read.offset - start + read.nbytes]
-        if read.target is None:
-            found.append((read, part))
-        else:
-            read.target[:] = part[: len(read.target)]
+    if not is_direct:
+        for read in reads:
+            part = data[read.offset - start : read.offset - start + read.nbytes]
+            if read.target is None:
+                found.append((read, part))
+            else:
+                read.target[:] = part[: len(read.target)]
     if found:
         deliver(found)
     if reads and meter.is_on:

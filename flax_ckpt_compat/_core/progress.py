@@ -60,7 +60,7 @@ Callback = Callable[[Progress], object]
 
 
 class Meter:
-    """Counter of the bytes of one save or restore, and clock of its phases; without a callback it counts nothing.
+    """Counter of the bytes of one save or restore, if there is a callback, and clock of its phases for the log.
 
     Threads call `add`. One of them at a time calls the callback, at most five times a second. What it raises is logged,
     ends no save or restore, and is its last call."""
@@ -112,10 +112,10 @@ class Meter:
 
     def log(self) -> None:
         """Log what was saved or restored at INFO, with the seconds of each phase."""
-        done, size, seconds = f"{self._doing.capitalize()}d", format_size(self._total), sum(self._phases.values())
+        what, size, seconds = f"{self._doing.capitalize()}d", format_size(self._total), sum(self._phases.values())
         phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
         rate = f", {self._total / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
-        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(self._path), size, seconds, rate, phases)
+        _log.info("%s %s: %s in %.3f s%s (%s)", what, printable(self._path), size, seconds, rate, phases)
 
     def _call(self, done: int, name: str, error: BaseException | None = None) -> None:
         seconds = time.monotonic() - self._start
