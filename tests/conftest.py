@@ -31,7 +31,6 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 assert profiles.examples  # registers the profiles that are loaded here
 _MEMORY = "/dev/shm"
-_PASSED = pytest.StashKey[bool]()
 _TEMPORARY_BYTES = 4 << 30  # more than there is at any time
 # Jobs of a shell that is not interactive start with the signal ignored, and all programs of theirs inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick" if is_quick else "full")
     if is_quick:  # most programs run once, and take a fourth less time if they are not optimized
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        if jax := sys.modules.get("jax"):  # the conftest of a folder that is named has imported it
+            jax.config.update("jax_disable_most_optimizations", True)
         # XLA ends the process at a flag that it does not know: jaxlib 0.12 at this one, with which a small program
         # compiles in half of the time.
         if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -73,7 +74,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             JAX_COMPILATION_CACHE_DIR=folder, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
         )
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        interpreters.start_zygote()  # that all its processes share; itself, it imports nothing that takes long
+        interpreters.start_zygote()  # that all its processes share; a run of all tests imports nothing long here
         return
     gc.disable()  # until all is collected, which leaves no garbage
     if interpreters.COMPILATION_CACHE:
@@ -111,6 +112,13 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run default tests of one file, or those that share what takes long to start, in one process."""
     return sharing_out.scheduler(config, log) if config.option.markexpr == "not slow" else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_collected() -> Iterator[None]:
+    """What the last tests leaked, such as files in cycles, fails the very last; a look after each file takes 12 s."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -211,17 +219,3 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
     with use_flag(False), caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
         yield
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember whether all passed."""
-    session.config.stash[_PASSED] = exitstatus == pytest.ExitCode.OK
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Give back the memory that files took, unless a test failed."""
-    factory = getattr(config, "_tmp_path_factory", None)
-    if factory is None or hasattr(config, "workerinput") or not config.stash.get(_PASSED, False):
-        return
-    if os.environ.get("PYTEST_DEBUG_TEMPROOT") == _MEMORY:
-        shutil.rmtree(factory.getbasetemp(), ignore_errors=True)

@@ -408,11 +408,11 @@ def save_in_threads(folder: str, orbax: bool, step: int) -> list[str]:
         return sorted(future.result(60) for future in futures)
 
 
-def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tuple[str, float]:
+def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> str:
     """Saves step 1, and commits only when all jobs have written.
 
     Returns:
-        The name of the error's class, or an empty text; and what a restore then gives.
+        The name of the error's class, or an empty text.
     """
     use(orbax)
 
@@ -422,13 +422,12 @@ def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tu
         while sum(name.startswith("other_") for name in names(folder)) < jobs and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    error = ""
     try:
         with before(orbax, "finish_multiprocess", wait):
             checkpoints.save_checkpoint_multiprocess(folder, small(len(job)), 1)
     except Exception as raised:
-        error = type(raised).__name__
-    return error, restore_small(folder)
+        return type(raised).__name__
+    return ""
 
 
 def save_while_another_hangs(folder: str, orbax: bool, stage: str, wait: float) -> str:

@@ -126,20 +126,19 @@ def random_time(
         return Save(5 if overwrite else step, 3, overwrite, background)
 
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        notes, end = f"{folder}/notes", time.monotonic() + 60
-        is_first = number % 5 == 4  # the first save is not acknowledged when the time begins
+        notes, run, end = f"{folder}/notes", f"{folder}/run", time.monotonic() + 60
+        is_first = number % 5 == 4  # kill within the first save
         with forks.running(lambda: _save_for_ever(systems, save, folder, notes)) as [writer]:
-            while time.monotonic() < end:  # until it is under way
-                if os.path.exists(f"{folder}/run") if is_first else _acknowledged(notes):
-                    break
-                time.sleep(0.001)
+            while not (os.path.exists(run) if is_first else _acknowledged(notes)) and time.monotonic() < end:
+                time.sleep(0.001)  # until it is under way
+            hangs = time.monotonic() >= end
             time.sleep(chance.random() * (0.04 if is_first else 0.2 if first.is_ours else 0.5))
             has_ended = os.waitid(os.P_PID, writer, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         sure = _acknowledged(notes)
         states = Scenario("", tuple(map(save, range(1, sure + 2)))).states()
-        wrong = judged(first, f"{folder}/run", states[-2:], acknowledged=False)
-        if has_ended or not (sure or is_first):
-            wrong = f"blocked: save {sure + 1} ended the writer"
+        wrong = judged(first, run, states[-2:], acknowledged=False)
+        if has_ended or hangs:
+            wrong = f"blocked: save {sure + 1} hangs or ended the writer"
     tally.add(wrong, f"random time {number}, after step {sure}")
 
 

@@ -152,7 +152,7 @@ def start_python(
         code: the program.
         arguments: its ``sys.argv[1:]``.
         fresh: in an interpreter that has imported nothing yet.
-        whole_end: it must be seen how the interpreter takes itself apart after threads and exit handlers.
+        whole_end: after exit handlers, files left open shall be flushed, and what ``__del__`` of globals does be seen.
         cwd: its working directory.
         environment: variables to set.
 

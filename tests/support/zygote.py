@@ -84,11 +84,12 @@ def serve() -> types.CodeType:
 
 
 def _end() -> None:
-    """Keep the interpreter from taking modules apart, for which a fork would copy nearly all memory of its parent."""
+    """End a program that succeeded, after its exit handlers: taking modules apart would copy its parent's memory."""
     if has_succeeded:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        with suppress(Exception):  # an output that is None or closed is for the interpreter
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def _is_ours(client: socket.socket) -> bool:
