@@ -136,6 +136,14 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
     return found
 
 
+def only_place(tree: Node, pattern: str, whose: str) -> Path:
+    """Return the only key path that a pattern matches, as `select` does."""
+    found = list(select(tree, [pattern], whose=whose))
+    if len(found) > 1:
+        raise TransformError(f"{pattern!r} must match one place in {whose}, found {one_line(map(show_path, found))}")
+    return found[0]
+
+
 def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
     """Yield the key paths that are this text when joined with ``/``."""
     if not text and not path:

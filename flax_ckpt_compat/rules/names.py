@@ -213,8 +213,10 @@ def from_checkpoint(
         found = [*_nodes.paths_of(other, joined(place))]
         if place not in found and len(found) != 1:
             shown = show_path(place)
-            problem = f"{shown} means {len(found)} things in {located}" if found else f"{located} has no {shown}"
-            raise TransformError(f"{problem}; {_nodes.near_names(shown, other)}", leaf=shown)
+            problem = f"{located} has no {shown}; {_nodes.near_names(shown, other)}"
+            if found:
+                problem = f"{shown} means several things in {located}, whose names contain /; match what is above them"
+            raise TransformError(problem, leaf=shown)
         tree = _nodes.put(tree, place, node_at(other, place if place in found else found[0]))
     return tree
 

@@ -11,11 +11,9 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 from flax_ckpt_compat.rules import _nodes
-from flax_ckpt_compat.rules._nodes import is_empty, leaves_of
 from flax_ckpt_compat.rules._rule import Trees, misfit, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
@@ -53,13 +51,13 @@ def optimizer_state(
             the target's has: it is taken away, or added.
     """
     stored, target, _ = trees
-    at_path = _place(target, at, "the target")
-    start = _place(stored, at if stored_at is None else stored_at, "the checkpoint")
+    at_path = _nodes.only_place(target, at, "the target")
+    start = _nodes.only_place(stored, at if stored_at is None else stored_at, "the checkpoint")
     own, old = node_at(target, at_path), node_at(stored, start)
     part = () if subtree is None else _nodes.new_names(subtree)
-    held = [any(path and node_at(one, part) is not None for path, one in iter_branches(node)) for node in (own, old)]
-    if part and held[0] == held[1]:
-        raise misfit(part, "is below the moments of both states or of neither, so it is neither taken away nor added")
+    is_ours, is_theirs = (bool(_holders(node, part)) for node in (own, old))
+    if part and is_ours == is_theirs:
+        raise misfit(part, f"is below the moments of {'both states; omit subtree=' if is_ours else 'neither state'}")
     wanted, branches = sorted(_target_states(at_path, own), key=_State.order), list(iter_branches(old))
     taken: dict[Path, Node] = {}
     for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
@@ -77,14 +75,6 @@ def optimizer_state(
         )
     taken |= _given(stored, at_path, start)
     return _nodes.put(stored, at_path, map_leaves(lambda path, _: taken.get(path, Own.KEEP_TARGET), own))
-
-
-def _place(tree: Node, pattern: str, whose: str) -> Path:
-    """Return the only key path that a pattern matches."""
-    found = list(_nodes.select(tree, [pattern], whose=whose))
-    if len(found) > 1:
-        raise TransformError(f"{pattern!r} must match one place in {whose}, found {one_line(map(show_path, found))}")
-    return found[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,16 +108,16 @@ class _State:
         return [] if self.moments and self.moments.isdisjoint(found) else found  # no count without moments
 
 
-def _taken(wanted: list[_State], stored: list[_State], every: list[_State]) -> dict[Path, Node]:
-    """Map paths in the target's optimizer state, of ``every`` state, to stored leaves; the others have equal fields."""
-    pairs = [(state, {one: state.common(one) for one in stored}) for state in wanted]
-    chosen = [_chosen(state, common, wanted, every) for state, common in pairs]
+def _taken(group: list[_State], stored: list[_State], every: list[_State]) -> dict[Path, Node]:
+    """Map paths in the target to stored leaves, for states with the same fields; ``every`` has all of the target's."""
+    pairs = [(state, {one: state.common(one) for one in stored}) for state in group]
+    chosen = [_chosen(state, common, group, every) for state, common in pairs]
     spare = [one for one in stored if one not in chosen]
     taken: dict[Path, Node] = {}
     for source in stored:
         users = [pair for pair, one in zip(pairs, chosen, strict=True) if one is source]
         if source.moments and _overlap(source, [state for state, _ in users]):
-            raise _ambiguous([(state, source) for state, _ in users], wanted, stored)
+            raise _ambiguous([(state, source) for state, _ in users], group, stored)
         for state, common in users:
             # Several optimizers may have become one: take its other moments from states that are not used otherwise.
             more = [one for one in spare if not _overlap(state, [source, one]) and not _is_anothers(state, one, every)]
@@ -139,16 +129,16 @@ def _taken(wanted: list[_State], stored: list[_State], every: list[_State]) -> d
 
 
 def _is_anothers(state: _State, source: _State, every: list[_State]) -> bool:
-    """Return whether a stored state has the names of another network of the target, with the same parameters."""
+    """Return whether another network of the target has more of a stored state's names, and a parameter in common."""
     names = frozenset(source.path) - _WRAPPERS
     others = [one for one in every if len(one.labels & names) > len(state.labels & names)]
-    parameters = {path[1:] for one in every if others and one.labels == state.labels for path in one.moments}
+    alike = [one for one in every if others and one.labels == state.labels]
+    # Neither a setting, such as a learning rate, nor an array that is a field of its own belongs to a parameter.
+    parameters = {path[1:] for one in alike for path in one.moments if path[0] != "hyperparams"} - {(), (_NNX_VALUE,)}
     return any(path[1:] in parameters for one in others if state.labels - one.labels for path in one.moments)
 
 
-def _chosen(
-    state: _State, common: dict[_State, list[Path]], wanted: list[_State], every: list[_State]
-) -> _State | None:
+def _chosen(state: _State, common: dict[_State, list[Path]], group: list[_State], every: list[_State]) -> _State | None:
     """Return the stored state that fits a target's state best, by names and leaves that they have in common."""
     able = {one: len(state.labels.intersection(one.path)) for one, paths in common.items() if paths}
     # Of those with the same moments, the one with most of the user's names in its path is meant.
@@ -156,24 +146,28 @@ def _chosen(
     fits = {one: (len(common[one]), able[one]) for one in able if one not in worse}
     equal = [one for one, fit in fits.items() if fit == max(fits.values())]
     if len(equal) > 1:
-        here = [one for one in wanted if one.order()[0] == state.order()[0]]
+        here = [one for one in group if one.order()[0] == state.order()[0]]
         there = [one for one in common if one.order()[0] == equal[0].order()[0]]
         if len(here) == len(there) and set(equal).issubset(there):
             one = there[here.index(state)]  # members of a chain have an order, and names have none
             equal = [one] if one in equal and (state.is_in_order or state.order()[1] == one.order()[1]) else equal
     if len(equal) > 1 and _overlap(state, equal):  # others have other parameters, which `_taken` adds
-        raise _ambiguous([(state, one) for one in equal], wanted, list(common))
-    return equal[0] if equal and not _is_anothers(state, equal[0], every) else None
+        raise _ambiguous([(state, one) for one in equal], group, list(common))
+    if not equal or not _is_anothers(state, equal[0], every):
+        return equal[0] if equal else None
+    if rest := [one for one in able if not _is_anothers(state, one, every)]:  # of a network that was renamed, perhaps
+        raise _ambiguous([(state, one) for one in (equal[0], *rest)], group, list(common))
+    return None
 
 
 def _ambiguous(pairs: list[tuple[_State, _State]], wanted: list[_State], stored: list[_State]) -> TransformError:
-    """Return the error for states that fit equally well, with the rules for pairs of them."""
-    held = [Counter(one.path[:end] for one in states for end in range(len(one.path))) for states in (wanted, stored)]
+    """Return the error for states that fit equally well, with rules for pairs; one in its place is last."""
+    own, old = (Counter(one.path[:end] for one in many for end in range(len(one.path))) for many in (wanted, stored))
     lines = []
-    for state, source in pairs[:4]:
+    for state, source in sorted(pairs[:4], key=lambda pair: pair[0].path == pair[1].path):
         here, there = state.path, source.path
         # The outermost paths that hold no other state, which a rule for more would begin anew.
-        while here[-1:] == there[-1:] != () and held[0][here[:-1]] == held[1][there[:-1]] == 1:
+        while here[-1:] == there[-1:] != () and own[here[:-1]] == old[there[:-1]] == 1:
             here, there = here[:-1], there[:-1]
         paths = dict.fromkeys((show_path((*state.root, *here)), show_path((*source.root, *there))))
         lines.append(f"rules.optimizer_state({', '.join(map(repr, paths))})")
@@ -193,7 +187,7 @@ def _given(stored: Node, at_path: Path, start: Path) -> dict[Path, LeafHandle | 
     """Return what earlier rules put there, which goes first; raise if a stored state is there, for later rules."""
     if at_path[: len(start)] == start or start[: len(at_path)] == at_path:
         return {}  # it is the state that is read, or a part of it
-    there = leaves_of(node_at(stored, at_path)).items()
+    there = _nodes.leaves_of(node_at(stored, at_path)).items()
     given = {path: leaf for path, leaf in there if isinstance(leaf, LeafHandle | Derived)}
     for path, leaf in given.items():
         if isinstance(leaf, LeafHandle) and (*at_path, *path)[-len(leaf.path) :] == leaf.path:
@@ -213,7 +207,7 @@ def _target_states(root: Path, own: Node) -> Iterator[_State]:
     paths = tuples or [path for path, branch in nodes.items() if branch.children.keys() & _FIELDS]
     for path in paths:
         inner = {other[len(path) :] for other in paths if other != path and other[: len(path)] == path}
-        leaves = leaves_of(nodes[path]).items()
+        leaves = _nodes.leaves_of(nodes[path]).items()
         its = {below: leaf for below, leaf in leaves if _nodes.prefix_in(below, inner) is None}
         if its:
             way = [(nodes[path[:end]].container, name) for end, name in enumerate(path)]
@@ -223,23 +217,29 @@ def _target_states(root: Path, own: Node) -> Iterator[_State]:
 
 
 def _similar(root: Path, branches: list[tuple[Path, Branch]], part: Path, group: list[_State]) -> Iterator[_State]:
-    """Yield the stored states with the fields of some of the target's; moments get or lose a part as those have it."""
+    """Yield stored states with the fields of a group, after a part was added to their moments or taken away."""
     own = group[0].node.children
-    here = {name for one in group for name, child in one.node.children.items() if node_at(child, part) is not None}
+    here = {place for one in group for place in _holders(one.node, part)}
     for path, node in branches:
         extra = own.keys() ^ node.children.keys()  # releases of optax add fields that are empty
-        if any(not is_empty(one.get(name)) for one in (own, node.children) for name in extra):
+        if any(not _nodes.is_empty(one.get(name)) for one in (own, node.children) for name in extra):
             continue
+        places = here or _holders(node, part)  # only the target's or only the stored state's, of any depth
         leaves: dict[Path, Any] = {}
-        for (field, *below), leaf in leaves_of(node).items():
-            is_there = node_at(node.children[field], part) is not None
-            if is_there == (field in here):
-                leaves[(field, *below)] = leaf
-            elif not is_there:
-                leaves[(field, *part, *below)] = leaf
-            elif below[: len(part)] == [*part]:
-                leaves[(field, *below[len(part) :])] = leaf
+        for its, leaf in _nodes.leaves_of(node).items():
+            place = _nodes.prefix_in(its, places)
+            if place is None:
+                leaves[its] = leaf
+            elif here:
+                leaves[(*place, *part, *its[len(place) :])] = leaf
+            elif its[len(place) :][: len(part)] == part:
+                leaves[(*place, *its[len(place) + len(part) :])] = leaf
         yield _State(root, path, node, leaves)
+
+
+def _holders(node: Node, part: Path) -> set[Path]:
+    """Return the key paths below a node that have a part of the parameters below them; none for an empty part."""
+    return {path for path, one in iter_branches(node) if path and part and node_at(one, part) is not None}
 
 
 def _fits(stored: Any, own: Any) -> bool:
