@@ -84,10 +84,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare the garbage collector the modules and tests, which stay until the end."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # by default, it takes a twentieth of the time of tests
+    if session.config.option.markexpr == "not slow":  # else what Orbax leaks would be told of other tests
+        gc.set_threshold(20_000, 20, 20)  # by default, it takes a twentieth of the time of tests
     gc.enable()
 
 
@@ -112,13 +113,6 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run default tests of one file, or those that share what takes long to start, in one process."""
     return sharing_out.scheduler(config, log) if config.option.markexpr == "not slow" else None
-
-
-@pytest.fixture(scope="session", autouse=True)
-def all_collected() -> Iterator[None]:
-    """What the last tests leaked, such as files in cycles, fails the very last; a look after each file takes 12 s."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture(autouse=True)
