@@ -59,7 +59,7 @@ def _filled(make: Callable[[], Any]) -> Any:
     def fill(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             shape = jax.eval_shape(jax.random.key_data, leaf).shape
-            return jax.random.wrap_key_data(rng.integers(2**32, size=shape, dtype=np.uint32))
+            return jax.random.wrap_key_data(jnp.asarray(rng.integers(2**32, size=shape, dtype=np.uint32)))
         return jnp.asarray(rng.uniform(1, 99, leaf.shape).astype(leaf.dtype))
 
     return jax.tree.map(fill, jax.eval_shape(make))
