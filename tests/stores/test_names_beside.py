@@ -40,7 +40,7 @@ def test_objects_for_folders(any_bucket: AnyBucket, format: Any, caplog: pytest.
     assert "incomplete" not in caplog.text
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_object_of_the_name_of_a_directory(is_there: bool, bucket: Bucket) -> None:
     """An empty one, as tools create for a folder, hides no directory of checkpoints, and none is replaced.
 

@@ -176,7 +176,7 @@ checkpoints.save_checkpoint(sys.argv[1], tree(1) | {str(n): n for n in range(50)
 """
 
 
-@pytest.mark.parametrize("format", ["msgpack", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None:
     """A background save that is not waited for is committed before the interpreter has ended."""
     with bucket.proxy.failing(lambda method, path: "slow" if method == "PUT" else ""):

@@ -448,7 +448,7 @@ def test_two_arrays_where_there_was_one_are_no_box() -> None:
     assert suggestion is None or not suggestion.rules
 
 
-@pytest.mark.parametrize("form", ["rows", "kernels", "towers"])
+@pytest.mark.parametrize("form", ["rows", "kernels", pytest.param("towers", marks=pytest.mark.slow)])
 def test_many_layers_take_no_longer_each(form: str) -> None:
     """Twice the layers are at most three times the work, counted in calls of functions."""
 
