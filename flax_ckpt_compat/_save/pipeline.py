@@ -195,6 +195,7 @@ class _OwnSave:
 
         with meter.reporting():
             nbytes = functools.partial(_own_nbytes, self.tree, part.options.writers, part.process.index)
+            # Without a callback nobody asks for the bytes: a save by several processes has no line in the log.
             meter.begin(request.path, nbytes if meter.is_on else int, rounds=2 if part.upload else 1)
             try:
                 self.coordinator.barrier(COMMIT, write, on_primary=self._commit)

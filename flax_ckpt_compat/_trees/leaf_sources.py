@@ -104,9 +104,10 @@ def nearest(wanted: str, names: Iterable[str], free: Collection[str] = ()) -> li
 
     Those that are ``free``, of its shape and of no other use, are akin if all levels but one are equal."""
     ours, paths = wanted.split("/"), {name: name.split("/") for name in names}
+    levels = {*ours}
     # An item of a list is like no other name.
     shared = {
-        name: len({*ours}.intersection(path))
+        name: len(levels.intersection(path))
         for name, path in paths.items()
         if path[-1].isdecimal() or not ours[-1].isdecimal()
     }
@@ -118,7 +119,7 @@ def nearest(wanted: str, names: Iterable[str], free: Collection[str] = ()) -> li
         if count == most
     }
     found = heapq.nlargest(_MAX_COMPARED, alike, key=alike.__getitem__)
-    differ_in_one = free if most == len({*ours}) - 1 > 1 else ()
+    differ_in_one = free if most == len(levels) - 1 > 1 else ()
     akin = [name for name in found if name in differ_in_one or _are_akin(ours, paths[name])]
     return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
 
