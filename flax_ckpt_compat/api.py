@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
     Tree = TypeVar("Tree", default=Any)  # the type of the target; without one, what is restored may be anything
 else:
-    from typing import TypeVar
-
-    Tree = TypeVar("Tree")
+    Tree = Any
 
 __all__ = ["restore", "save"]
 
@@ -91,8 +89,8 @@ def restore(
         mapped: True memory-maps large numpy arrays that are stored uncompressed in a local file: available at once,
             writable without altering the file, often not aligned. Truncating the file kills who touches them later.
         progress: function that is called with a `Progress` at most five times a second, by one thread at a time, and
-            once at the end; ``"bar"`` shows a progress bar on a terminal. What it raises ends the restore, and is
-            raised. None takes the setting.
+            once at the end; ``"bar"`` shows a progress bar on a terminal. What it raises is logged, ends no restore,
+            and is its last call. None takes the setting.
 
     Returns:
         A tree like ``target`` with the stored leaves. Arrays are writable numpy arrays, or ``jax.Array`` if the target
@@ -166,8 +164,7 @@ def save(
         format: the format; None follows Flax's flag ``flax_use_orbax_checkpointing``.
         compression: codec of array data in the Orbax format, or None for none; by default, the setting.
         async_manager: write in the background, with the values at the time of this call.
-        progress: as for `restore`, also of a save in the background. What it raises never harms the checkpoint: it is
-            not called again, and its error is raised once the save is complete, or logged if it was in the background.
+        progress: as for `restore`, also of a save in the background.
 
     Returns:
         The checkpoint's path, in the form in which ``path`` was given.

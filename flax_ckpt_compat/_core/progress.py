@@ -104,9 +104,11 @@ class Meter:
             finally:
                 self._turn.release()
 
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap, or since this was made, to a phase."""
+    def lap(self, phase: str, *, anew: bool = False) -> None:
+        """Add the time since the last lap, or since this was made, to a phase; ``anew`` forgets a failed attempt."""
         now = time.monotonic()
+        if anew and self._phases:
+            self._phases, self._lap = {}, now
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._lap
         self._lap = now
 

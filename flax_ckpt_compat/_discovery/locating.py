@@ -174,7 +174,8 @@ def read_found(
                 return read(found.location.listed())
         except Exception as error:
             if not _has_changed(found, before, error, checkpoint_dir):
-                if not found.named and isinstance(error, foreign.UNUSABLE):
+                # `diff` reads one checkpoint within the other, and rules read more: an error may be of another one.
+                if isinstance(error, foreign.UNUSABLE) and found.location.path in str(error.path) and not found.named:
                     _add_older_step(error, checkpoint_dir, found.location)
                 raise
             if found.named and not is_there(found.location):
@@ -193,9 +194,8 @@ def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir
     """Add to the error of the latest step which older one looks complete, in a look of its own: others may be gone."""
     with suppress(errors.CheckpointError, OSError):
         directory = Directory(checkpoint_dir, tolerant=True)
-        if older := directory.newest(lambda found: found.is_complete and found.location != path):
-            sentence = f"The newest other one that looks complete is {older.name}: pass step={older.text}."
-            errors.add_sentence(error, sentence)
+        if one := directory.newest(lambda found: found.is_complete and found.location != path):
+            errors.add_sentence(error, f"The newest other one that looks complete is {one.name}: pass step={one.text}.")
 
 
 def _nothing(

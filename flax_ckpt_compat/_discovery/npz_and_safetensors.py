@@ -33,7 +33,7 @@ from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, show_path
 
 # The dtypes of safetensors 0.8, by numpy's names.
 DTYPE_NAMES = {
@@ -235,7 +235,7 @@ class SafetensorsReader(_WholeReader):
             with _naming_damage(file, "its header does not decode"):
                 for path, leaf in self._leaves(file, source, header):
                     if path in leaves:
-                        raise _damaged(file, f"{'.'.join(path)} is in another shard, too")
+                        raise _damaged(file, f"{show_path(path)} is in another shard, too", show_path(path))
                     leaves[path] = leaf
         self.tree: Node = _tree(self.location, leaves, ".")
 
@@ -275,19 +275,19 @@ class SafetensorsReader(_WholeReader):
         self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int, begin: int
     ) -> LeafHandle:
         """Return a tensor, whose bytes begin where those before it end."""
-        shape, (start, stop) = entry["shape"], entry["data_offsets"]
+        leaf, shape, (start, stop) = show_path(path), entry["shape"], entry["data_offsets"]
         if not isinstance(shape, list) or any(type(one) is not int for one in (*shape, start, stop)):
-            raise ValueError(f"the shape {shape!r:.100} of {name}, or offsets, that are no integers")
+            raise ValueError(f"the shape {shape!r:.100} of {leaf}, or offsets, that are no integers")
         known = _DTYPES.get(entry["dtype"])
         dtype = dtype_from_name(known) if known else None
         nbytes = stop - start if dtype is None else _nbytes_of(shape, dtype)
         if stop > source.size - data or stop - start != nbytes or nbytes < 0 or data + start != begin:
             found = f"{start} to {stop} of {source.size - data}, and needs {nbytes} from {begin - data}"
-            raise _damaged(file, f"{name} has bytes {found}", name)
+            raise _damaged(file, f"{leaf} has bytes {found}", leaf)
         if dtype is not None:
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
-        what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it elsewhere"
-        error = errors.UnsupportedLeafError(what, path=file.path, leaf=name)
+        what = f"{file}: {leaf} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it elsewhere"
+        error = errors.UnsupportedLeafError(what, path=file.path, leaf=leaf)
         return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, error)
 
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:

@@ -160,7 +160,7 @@ def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: b
     wanted, known = set(names), (*found.items, *found.unknown)
     if absent := sorted(wanted.difference(known)):
         there = ", ".join(filter(None, known))
-        what = f"its items are {there}" if there else "it is one, without items; leave item out"
+        what = f"its items are {there}" if there else "it is one tree, without items; leave item out"
         raise errors.ArgumentError(f"{found.location} has no item {absent[0]!r}: {what}", path=found.location.path)
     if not allows_unknown and wanted.isdisjoint(found.items):
         what = f"{found.location}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it"

@@ -66,7 +66,7 @@ class _Restore:
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""
         self.agreement.report(location)
-        self.meter.lap("look up")
+        self.meter.lap("look up", anew=True)
         with locating.unchanged(location), self._options.transforms.opening():
             values = self._values(location)
         self.meter.log()

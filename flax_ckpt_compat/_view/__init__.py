@@ -1,1 +1,1 @@
-"""Look into checkpoints and plans without restoring them."""
+"""Look into checkpoints without restoring them; `plan.py` previews a restore, row by row."""

@@ -192,6 +192,12 @@ def test_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         (500, "a/b", 5.25),
         (1000, "", 6.25),
     ]
+    meter.lap("an attempt that failed")
+    now[0] += 1
+    meter.lap("look up", anew=True)
+    now[0] += 2
+    meter.lap("read")
+    assert meter._phases == {"look up": 0, "read": 2}
 
 
 class Terminal(io.StringIO):
@@ -204,21 +210,17 @@ class Terminal(io.StringIO):
 
 def test_the_bar_in_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drawn on standard error by each report, also of a failure, after which nothing is left of it."""
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", Terminal())
-        with config.override(progress="bar"):
-            checkpoints.save_checkpoint(tmp_path, TREE, 1)
-        written = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "saving checkpoint_1" in written
-    assert "###" in written
-    assert terminal.plain(terminal.shown(written)).strip() == ""
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", Terminal())
+    first, second = Terminal(), Terminal()
+    with monkeypatch.context() as patched, config.override(progress="bar"):
+        patched.setattr(sys, "stderr", first)
+        checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    assert "saving checkpoint_1" in first.getvalue() and "###" in first.getvalue()
+    with monkeypatch.context() as patched, pytest.raises(errors.StorageError):
+        patched.setattr(sys, "stderr", second)
         patched.setattr(os, "fsync", full_disk)
-        with pytest.raises(errors.StorageError):
-            save(tmp_path / "c", TREE, format="msgpack", progress="bar")
-        written = sys.stderr.getvalue()
-    assert terminal.plain(terminal.shown(written)).strip() == ""
+        save(tmp_path / "c", TREE, format="msgpack", progress="bar")
+    for written in (first.getvalue(), second.getvalue()):
+        assert written and terminal.plain(terminal.shown(written)).strip() == ""
 
 
 class Broken(Terminal):

@@ -63,7 +63,7 @@ def save_by(manager: Any, directory: Path | str, tree: Any, step: Any, **options
 
 # What programs begin with that save into a directory, their first argument, with Flax's flag, the second.
 _SAVING = """
-import atexit, gc, os, signal, sys, threading, time
+import atexit, contextlib, gc, os, signal, sys, threading, time
 import flax, numpy as np
 from flax.training import checkpoints as theirs
 from flax_ckpt_compat import checkpoints, convert, errors, verify

@@ -40,8 +40,7 @@ def one(found: Diff) -> LeafDifference:
 def test_the_same_in_two_formats(tmp_path: Path) -> None:
     """What real Flax and real Orbax write of one tree is the same, leaf by leaf; lists are paired by index."""
     found = diff(saved(tmp_path / "a", TREE), saved(tmp_path / "b", TREE, real_orbax=True))
-    assert found.differences == ()
-    assert (found.same, found.identical, found.formats) == (True, 4, ("msgpack", "orbax"))
+    assert (found.differences, found.same, found.identical, found.formats) == ((), True, 4, ("msgpack", "orbax"))
     assert "4 leaves identical." in str(found)
 
 
@@ -144,10 +143,8 @@ def test_zeros_and_nan(tmp_path: Path) -> None:
     b = {"zero": -a["zero"], "nan": other_nan, "one": np.array([np.nan, 1.0]), "equal": np.nan}
     found = between(tmp_path, a, b)
     assert {one.path for one in found.differences} == {"zero", "nan", "one"}
-    assert "the same values, of other bits" in str(found)
-    assert "1 NaN in one only" in str(found)
-    assert one(diff(found.a, found.b, atol=0)).path == "one"
-    assert one(diff(found.a, found.b, atol=1e9)).path == "one"
+    assert "the same values, of other bits" in str(found) and "1 NaN in one only" in str(found)
+    assert one(diff(found.a, found.b, atol=0)).path == one(diff(found.a, found.b, atol=1e9)).path == "one"
 
 
 @pytest.mark.parametrize("given", [{"rtol": "x"}, {"atol": -1}, {"atol": float("nan")}, {"rtol": [1]}])
@@ -202,11 +199,16 @@ def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
     with use_flag(False):
         for step in (1, 2):
             checkpoints.save_checkpoint(tmp_path, {"x": step}, step, keep=9)
+            checkpoints.save_checkpoint(tmp_path / "other", {"x": step}, step + 4, keep=9)
     assert diff(tmp_path, tmp_path / "checkpoint_2").same
     assert not diff(tmp_path, tmp_path / "checkpoint_1").same
     assert diff(tmp_path, tmp_path, step=1).a == str(tmp_path / "checkpoint_1")
     with pytest.raises(errors.CheckpointNotFoundError, match="nothing to compare"):
         diff(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "checkpoint_2").write_bytes(b"\x81\xa1x")
+    hint = r"a checkpoint\. The newest other one that looks complete is checkpoint_1: pass step=1\.$"
+    with pytest.raises(errors.CorruptCheckpointError, match=hint):
+        diff(tmp_path, tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["notes", "x"])
@@ -238,8 +240,7 @@ def test_command(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(main, ["diff", a, b, "--json"]).stdout)
     assert (found["same"], found["identical"], len(found["differences"])) == (False, 1, 24)
     refused = CliRunner().invoke(main, ["diff", a, f"{b}x"])
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "does not exist" in refused.stderr
+    assert (refused.exit_code, refused.stdout, "does not exist" in refused.stderr) == (2, "", True)
 
 
 def shown(*differences: LeafDifference) -> list[str]:

@@ -235,10 +235,9 @@ def _clock(directory: str) -> float:
 
 def _forget_all() -> None:
     # The child of a fork would keep the locks of a parent that dies; unlocking here would unlock them there, too.
-    for descriptor in _held.values():
+    while _held:
         with suppress(OSError):
-            os.close(descriptor)
-    _held.clear()
+            os.close(_held.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_forget_all)
