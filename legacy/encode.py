@@ -14,7 +14,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, checksums, dtypes, memory
-from flax_ckpt_compat._core.backend import WriteOptions
+from flax_ckpt_compat._core.backend import LeafHandle, WriteOptions
 from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError, translated
 from flax_ckpt_compat._core.local import local_file, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
@@ -26,7 +26,6 @@ from flax_ckpt_compat._core.tree import (
     Node,
     Path,
     Shard,
-    StoredArray,
     is_jax_array,
     on_host,
     shards_of,
@@ -109,7 +108,7 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         return
     if isinstance(leaf, np.generic):  # numpy's empty text has item size 0, but becomes an array of item size 1
         _check_dtype(path, np.asarray(leaf).dtype)
-    elif isinstance(leaf, (np.ndarray, HostCopy, StoredArray)):
+    elif isinstance(leaf, (np.ndarray, HostCopy, LeafHandle)):
         _check_dtype(path, leaf.dtype)
         if isinstance(leaf, np.ma.MaskedArray):
             raise _invalid(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
@@ -137,7 +136,7 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", LEAF_REMEDY)
 
 
-def _check_dtype(path: Path, dtype: np.dtype[Any]) -> None:
+def _check_dtype(path: Path, dtype: Any) -> None:
     if not _is_supported(dtype):
         raise _invalid(path, f"an array of dtype {dtype}", "convert it to a numeric dtype, or store its fields")
 
@@ -228,8 +227,8 @@ class _Writer:
         """Write a leaf; an array that is not our own may change meanwhile."""
         if isinstance(leaf, HostCopy) or is_jax_array(leaf):
             leaf, is_own = _on_host(leaf), True
-        elif isinstance(leaf, StoredArray):
-            self._write_leaf(leaf.read(), is_own=True)
+        elif isinstance(leaf, LeafHandle):
+            self._write_leaf(leaf.reader.read([leaf])[0], is_own=True)
             if leaf.nbytes >= _COPY_BELOW:
                 self._flush()  # so that nothing holds the array while the next one is read
             return

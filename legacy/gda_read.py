@@ -23,6 +23,7 @@ import zstandard
 
 from flax_ckpt_compat._core import array_boxes, dtypes, memory
 from flax_ckpt_compat._core.array_boxes import Box
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
@@ -54,7 +55,6 @@ class FolderArray:
     chunks: tuple[int, ...]  # shape of a chunk
     compressor: object  # its name, or what is in its place
     is_sound: bool | None  # whether its metadata is what was saved; None if it has no checksum
-    index: tuple[slice, ...] | None = None  # slice of it to read, or None for all
 
     @property
     def folder(self) -> Location:
@@ -123,19 +123,20 @@ def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
     return [os.path.normpath(os.path.join(root.name, note)) for note in notes]
 
 
-def read(wanted: Collection[tuple[FolderArray, Path]], meter: Meter, *, verify: bool) -> list[Any]:
+def read(wanted: Collection[LeafHandle], meter: Meter, *, verify: bool) -> list[Any]:
     """Read arrays and slices, whose chunks are read and decoded in parallel.
 
     Content checksums are always verified, with ``verify`` also those of metadata. Raise CorruptCheckpointError if a
     chunk is missing or does not decode."""
     checked = set[str]()
     pending: list[tuple[FolderArray, Path, Box, Any]] = []  # with the box to read, and the memory for it
-    for array, path in wanted:
+    for handle in wanted:
+        array, path = handle.locator, handle.path
         if verify and array.is_sound is False:
             found = f"{array.folder / ZARR2_METADATA} {_ALTERED}"
             more = ". To read it as it is, use config.override(checksums='off')"
             raise _damaged(array.checkpoint, path, found, ChecksumError, more)
-        box = array_boxes.full_box(array.shape) if array.index is None else array.index
+        box = array_boxes.full_box(array.shape) if handle.index is None else handle.index
         with _translated(array, path):
             if array.subpath not in checked:
                 _check_unchanged(array, path)
@@ -184,7 +185,7 @@ def _decode(array: FolderArray, stored: bytes) -> np.ndarray[Any, Any]:
 def _check_unchanged(array: FolderArray, path: Path) -> None:
     """Raise ValueError if an array is another one since it was located, or its files cannot hold it."""
     now = locate(array.checkpoint, array.subpath, path)
-    if now != dataclasses.replace(array, index=None):
+    if now != array:
         raise ValueError(f"it is now {now.dtype}{now.shape}, it was {array.dtype}{array.shape}")
     if array.checkpoint.is_remote:
         return

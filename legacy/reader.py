@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, backend, memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Read, Source
 from flax_ckpt_compat._core.errors import StorageError, translated
 from flax_ckpt_compat._core.local.local_file import MAPPED_FROM, LocalFile
@@ -80,24 +79,24 @@ class MsgpackReader(Reader):
         self._is_closed = True
         self._source.close()
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:
         """Read only the bytes of these leaves; see `Reader.read`."""
-        wanted, source = cast(Sequence[LeafHandle], handles), self._source
+        source = self._source
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         if self._verify and self._sums is None and source.is_local and not self._has_told:
             self._has_told = True
             why = "as of files of Flax, and of copies without extended attributes"
             _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
-        if ArraySlice in set(map(type, handles)):
+        if any(one.index is not None and type(one.locator) is not gda_read.FolderArray for one in handles):
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
-        is_read = _map(source, wanted, values) if mapped else set()
+        is_read = _map(source, handles, values) if mapped else set()
         in_memory: list[tuple[int, LeafHandle, bytes]] = []
         in_folder: list[tuple[int, LeafHandle]] = []
         reads: list[Read] = []
         unfinished: list[int] = []
-        for index, handle in enumerate(wanted):
+        for index, handle in enumerate(handles):
             if index in is_read:
                 continue
             if handle.dtype is None and type(handle.locator) is not FileRanges:
@@ -118,12 +117,11 @@ class MsgpackReader(Reader):
                 values[index] = _begin(source, handle, reads)
         _pack(in_memory, values)
         self._read(reads, values)
-        folder_arrays = [(handle.locator, handle.path) for _, handle in in_folder]
-        arrays = gda_read.read(folder_arrays, self.meter, verify=self._verify)
+        arrays = gda_read.read([handle for _, handle in in_folder], self.meter, verify=self._verify)
         for (index, _), array in zip(in_folder, arrays, strict=True):
             values[index] = array
         for index in unfinished:
-            values[index] = _finish(wanted[index], values[index])
+            values[index] = _finish(handles[index], values[index])
         return values
 
     def _read(self, reads: list[Read], values: list[Any]) -> None:
@@ -150,7 +148,7 @@ class MsgpackReader(Reader):
         locator = None if data is None else data.locator
         if isinstance(locator, gda_read.FolderArray):
             has_checksums = locator.is_sound is not None
-            for part in backend.pieces(data) if has_checksums else ():
+            for part in data.parts() if has_checksums else ():
                 self.read([part])
             return has_checksums
         with translated(self.path, "read"):
@@ -209,33 +207,28 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
     return value.tobytes() if kind is LeafKind.BYTES and type(value) is not bytes else value
 
 
-def _read_slices(
-    wanted: Sequence[LeafHandle | ArraySlice], read_handles: Callable[[Sequence[LeafHandle]], list[Any]]
-) -> list[Any]:
+def _read_slices(wanted: Sequence[LeafHandle], read_handles: Callable[[Sequence[LeafHandle]], list[Any]]) -> list[Any]:
     """Read leaves and slices; arrays with slices that are not contiguous are read whole, once, and these copied."""
-    direct = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
+    direct = list(map(_rows, wanted))
     pairs = list(zip(wanted, direct, strict=True))
-    whole = dict.fromkeys([one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None])
+    whole = dict.fromkeys([one.whole for one, rows in pairs if one.whole is not None and rows is None])
     values = iter(read_handles([*[rows for rows in direct if rows is not None], *whole]))
     found = [None if rows is None else next(values) for rows in direct]
-    arrays = dict(zip(whole, values, strict=True))
+    arrays: dict[Any, Any] = dict(zip(whole, values, strict=True))
     return [
-        one.cut(arrays[one.handle]) if isinstance(one, ArraySlice) and rows is None else value
-        for (one, rows), value in zip(pairs, found, strict=True)
+        one.cut(arrays[one.whole]) if rows is None else value for (one, rows), value in zip(pairs, found, strict=True)
     ]
 
 
-def _rows(part: ArraySlice) -> LeafHandle | None:
-    """Return a handle of the slice alone if its bytes are contiguous, or None."""
-    handle, locator = part.handle, part.handle.locator
-    if isinstance(locator, gda_read.FolderArray):
-        return dataclasses.replace(handle, locator=dataclasses.replace(locator, index=part.index))
-    shape = array_boxes.shape_of(part.index)
+def _rows(part: LeafHandle) -> LeafHandle | None:
+    """Return a leaf itself, or one in the folder; a leaf of the bytes of a slice if they are contiguous; else None."""
+    whole, index, locator, shape = part.whole, part.index, part.locator, part.shape
+    if whole is None or index is None or isinstance(locator, gda_read.FolderArray):
+        return part
     # Bytes are contiguous if it is one element of each leading axis, a range of the next and all of the others.
     ranged = next((axis for axis, length in enumerate(shape) if length != 1), len(shape))
-    is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
-    if handle.dtype is None or not isinstance(locator, FileRanges) or not is_contiguous:
+    is_contiguous = shape[ranged + 1 :] == whole.shape[ranged + 1 :]
+    if part.dtype is None or not isinstance(locator, FileRanges) or not is_contiguous:
         return None
-    itemsize = handle.dtype.itemsize
-    nbytes, start = math.prod(shape) * itemsize, array_boxes.offset(handle.shape, part.index) * itemsize
-    return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=locator.part(start, nbytes))
+    start = array_boxes.offset(whole.shape, index) * part.dtype.itemsize
+    return dataclasses.replace(part, index=None, locator=locator.part(start, part.nbytes))

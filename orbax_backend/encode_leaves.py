@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, tree
-from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable, zarr_name
 from flax_ckpt_compat._core.errors import LEAF_REMEDY, UnsupportedLeafError
 from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredArray, is_jax_array, show_path
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, show_path
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
 from .stored_names import SCALAR, STRING
@@ -24,6 +24,8 @@ from .zarr import MAX_RANK
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
+# In Orbax's words: replicated over all devices there are, however many (numpy's -1).
+_MESH_OF_ALL = '{"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}'
 # Default of write_shape: derive it from the sharding, which takes time.
 _FROM_SHARDING = (-1,)
 
@@ -35,7 +37,7 @@ class EncodedLeaf:
     value_type: str  # Orbax's name of the type
     dtype: np.dtype[Any]  # of the stored array, like the next
     shape: tuple[int, ...]
-    source: Any  # the user's array (numpy or jax), or the text of a string leaf
+    source: Any  # the user's array (numpy or jax), the handle of a stored one, or the text of a string leaf
     annotation: LeafType | None = None  # the type that Orbax's format does not keep, or None
     sharding: Any = None  # jax sharding, or None
     # Shape of one shard, or of the whole array; by default derived from the sharding, like the next.
@@ -62,11 +64,10 @@ class EncodedLeaf:
         """Return each distinct shard, of several processes those with the first replica here, in host memory."""
         if self.write_shape == self.shape and not self.spans_processes:
             return [Shard(array_boxes.full_box(self.shape), self.whole())]
-        if isinstance(self.source, StoredArray):
-            read = self.source.read_part
-            assert read is not None
+        if isinstance(source := self.source, LeafHandle):
             boxes = [box for _, box in array_boxes.cells(array_boxes.full_box(self.shape), self.write_shape)]
-            return [Shard(box, self._stored_form(read(box))) for box in boxes]
+            parts = source.reader.read(list(map(source.part, boxes)))
+            return [Shard(box, self._stored_form(part)) for box, part in zip(boxes, parts, strict=True)]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in tree.shards_of(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -77,6 +78,8 @@ class EncodedLeaf:
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
+    if isinstance(source, LeafHandle):
+        source = source.reader.read([source])[0]
     is_placed = isinstance(source, HostCopy) or is_jax_array(source)
     return np.asarray(tree.on_host(source) if is_placed else source, order="C")
 
@@ -123,18 +126,18 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
         return _python_value(leaf, keystr)
     if isinstance(leaf, KeyData):
         stored = encode(leaf.data, keystr, multiprocess)
-        sharding = replicated_sharding() if multiprocess and stored.sharding is None else stored.sharding
+        sharding = leaf.sharding or stored.sharding or (replicated_sharding() if multiprocess else _MESH_OF_ALL)
         annotation = LeafType(LeafKind.PRNG_KEY, impl=leaf.impl)
-        # Orbax turns only jax.Array leaves back into typed keys.
+        # Orbax turns only jax.Array leaves with a sharding back into typed keys.
         return dataclasses.replace(
             stored, value_type=JAX_ARRAY, annotation=annotation, sharding=sharding, write_shape=_FROM_SHARDING
         )
     if isinstance(leaf, HostCopy) or is_jax_array(leaf):
         return _placed(leaf, keystr, multiprocess)
-    if isinstance(leaf, StoredArray):
+    if isinstance(leaf, LeafHandle):
         stored = _array(leaf, NP_ARRAY if leaf.sharding is None else JAX_ARRAY, keystr, leaf.sharding)
-        if leaf.chunks is not None and len(stored.shape) == len(leaf.shape):
-            stored.write_shape = leaf.chunks
+        if len(stored.shape) == len(leaf.shape):
+            stored.write_shape = leaf.reader.chunks_of(leaf)[0]
         return stored
     found = f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}"
     raise _unsupported(keystr, found, LEAF_REMEDY)

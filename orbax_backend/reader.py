@@ -10,7 +10,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
+from flax_ckpt_compat._core.backend import Format, Inspection, LeafHandle, LeafKind, Reader, handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
@@ -67,7 +67,7 @@ class OrbaxReader(Reader):
         if recorded is not None:
             recorded.location = self.location
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:
         """Return the values of handles and slices; see `flax_ckpt_compat._core.backend.Reader.read`."""
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
@@ -76,23 +76,22 @@ class OrbaxReader(Reader):
         inline: list[tuple[int, StoredLeaf, BoxLayout]] = []
         keys: list[str] = []
         arrays: list[tuple[int, ArrayRead]] = []
-        aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
+        aggregated: list[tuple[int, LeafHandle]] = []
         for number, one in enumerate(handles):
-            handle, box = (one, None) if type(one) is LeafHandle else (one.handle, one.index)  # type: ignore[union-attr]
-            leaf = handle.locator
+            leaf, box = one.locator, one.index
             if type(leaf) is StoredLeaf:
                 parts = leaf.whole if box is None else leaf.layout_of(box)
                 if not leaf.has_small_chunks or not parts.known:
-                    arrays.append((number, ArrayRead(handle, parts)))
+                    arrays.append((number, ArrayRead(one, parts)))
                     continue
-                prefix = stored_names.key_prefix(handle.name)
+                prefix = stored_names.key_prefix(one.name)
                 inline.append((number, leaf, parts))
                 keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
-                aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
+                aggregated.append((number, leaf if box is None else leaf.part(box)))
             elif isinstance(leaf, UnsupportedArrayError):
                 what = f"it is {leaf}, which this release does not read"
-                raise corrupt_leaf(self.path, handle.path, what, UnrecognizedFormatError, _OF_HANDLER)
+                raise corrupt_leaf(self.path, one.path, what, UnrecognizedFormatError, _OF_HANDLER)
             else:
                 values[number] = leaf
         # In a directory or store without a database, each key is looked up.
@@ -141,15 +140,16 @@ class OrbaxReader(Reader):
         if not isinstance(leaf, StoredLeaf):
             return isinstance(leaf, str) and layout.STRINGS in recorded.intact
         if leaf.info.codec is not None and leaf.info.codec.checksum:
-            as_stored = dataclasses.replace(handle, shape=leaf.shape, dtype=leaf.dtype)  # bytes are an array
-            for box in self.boxes(as_stored, backend.BATCH_BYTES):
-                self.read([ArraySlice(handle, box)])
+            # Bytes are an array.
+            as_stored = dataclasses.replace(handle, kind=LeafKind.ARRAY, shape=leaf.shape, dtype=leaf.dtype)
+            for part in as_stored.parts():
+                part.read()
             return True
         return recorded.record() is not None and self._arrays.verify(ArrayRead(handle, leaf.whole), recorded)
 
-    def sharding_of(self, name: str) -> str | None:
+    def sharding_of(self, handle: LeafHandle) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
-        return self._structure.shardings.get(name)
+        return self._structure.shardings.get(handle.name)
 
     def close(self) -> None:
         """Close the reader; between reads only the msgpack file of old releases is open."""
@@ -159,7 +159,7 @@ class OrbaxReader(Reader):
 
     def _read_inline(
         self,
-        handles: Sequence[LeafHandle | ArraySlice],
+        handles: Sequence[LeafHandle],
         inline: Sequence[tuple[int, StoredLeaf, BoxLayout]],
         found: Iterator[Any],
         values: list[Any],
@@ -169,7 +169,7 @@ class OrbaxReader(Reader):
         for number, leaf, parts in inline:
             pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
             if None in pieces:
-                others.append((number, ArrayRead(backend.handle_of(handles[number]), parts)))
+                others.append((number, ArrayRead(handles[number], parts)))
                 continue
             _, numbers, chunks = alike.setdefault(parts, (leaf, [], []))
             numbers.append(number)
@@ -181,8 +181,7 @@ class OrbaxReader(Reader):
                 values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
         return others
 
-    def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
-        handle = backend.handle_of(one)
+    def _decoded(self, handle: LeafHandle, array: Any) -> Any:
         if handle.locator.is_plain:
             return array
         try:

@@ -24,12 +24,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import WriteOptions
+from flax_ckpt_compat._core.backend import LeafHandle, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError, is_of_handler, translated
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.tree import StoredArray, is_jax_array, start_transfer
+from flax_ckpt_compat._core.tree import is_jax_array, start_transfer
 
 from . import stored_names
 from .encode_leaves import EncodedLeaf
@@ -99,7 +99,7 @@ def write_arrays(
     """Write this process's shards, in the ``primary`` one all metadata, to a new database, and sync it."""
     sums = None if record is None else record.chunks
     database = Database(path, encoding_of(options), options, sums)
-    reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
+    reads = any(isinstance(stored.source, LeafHandle) for _, stored in arrays)
     try:
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written"):

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._convert.stored_trees import kind_of
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafKind
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import write_file
-from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, StoredArray, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.npz_and_safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
 
 _IN_HEADER = {kind for kind in KIND_OF_TYPE.values() if kind is not LeafKind.COMPLEX}
@@ -32,7 +31,7 @@ def as_stored(tree: Node, notes: list[str]) -> Node:
     refused, in_header = dict[str, str](), list[str]()
 
     def leaf_of(path: Path, leaf: Any) -> Any:
-        kind, shown, name = kind_of(leaf), show_path(path), leaf_name(path)
+        kind, shown, name = kind_of(leaf), show_path(path), ".".join(path)
         if kind is LeafKind.NUMPY_SCALAR:  # an array without axes
             kind, leaf = LeafKind.ARRAY, dataclasses.replace(leaf, kind=LeafKind.ARRAY)
         if kind is LeafKind.ARRAY and (leaf.dtype.name not in DTYPE_NAMES or leaf.dtype.byteorder == ">"):
@@ -58,15 +57,15 @@ def as_stored(tree: Node, notes: list[str]) -> Node:
     return stored
 
 
-def prepare(tree: Node) -> tuple[dict[str, StoredArray], dict[str, str]]:
+def prepare(tree: Node) -> tuple[dict[str, LeafHandle], dict[str, str]]:
     """Return arrays to write by their names, key paths joined with dots, and the header's free text."""
-    arrays, others = dict[str, StoredArray](), list[Any]()
+    arrays, others = dict[str, LeafHandle](), list[Any]()
     paths: dict[str, Path] = {}
     for keys, leaf in iter_leaves(tree):
-        if not isinstance(leaf, StoredArray):
+        if not isinstance(leaf, LeafHandle):
             others.append([keys, {"empty": leaf.container.value} if isinstance(leaf, Branch) else leaf])
             continue
-        name = leaf_name(keys)
+        name = ".".join(keys)
         arrays[name] = leaf
         if tuple(name.split(".")) != keys:
             paths[name] = keys
@@ -74,9 +73,10 @@ def prepare(tree: Node) -> tuple[dict[str, StoredArray], dict[str, str]]:
     return arrays, {OURS: json.dumps(others)} | ({PATHS: json.dumps(paths)} if paths else {})
 
 
-def write(path: str, prepared: tuple[dict[str, StoredArray], dict[str, str]], _: Any) -> None:
+def write(path: str, prepared: tuple[dict[str, LeafHandle], dict[str, str]], _: Any) -> None:
     """Write and sync a file of what `prepare` has returned."""
     from safetensors.numpy import save
 
     arrays, header = prepared
-    write_file(path, save({name: np.asarray(leaf, order="C") for name, leaf in arrays.items()}, header))
+    values = {name: np.asarray(leaf.reader.read([leaf])[0], order="C") for name, leaf in arrays.items()}
+    write_file(path, save(values, header))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, batches, read_all
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Reader, batches, read_all
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, iter_leaves, map_leaves
 
 # Bytes. Neighbouring small arrays are read together.
 _SMALL, _BATCH = 256 << 10, 2 << 20
-# In Orbax's words: replicated over all devices there are, however many (numpy's -1).
-_MESH_OF_ALL = '{"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}'
 
 
 def kind_of(leaf: Any) -> LeafKind | None:
@@ -24,49 +24,56 @@ def kind_of(leaf: Any) -> LeafKind | None:
 
 
 def to_write(trees: dict[str, Node], count: Callable[[int], None], *, keep_shardings: bool) -> dict[str, Node]:
-    """Return trees of leaf handles as those to write: `StoredArray`s, and the values of all other leaves.
+    """Return trees of leaf handles as those to write: handles of arrays, and the values of all other leaves.
 
     ``count`` takes the bytes of arrays, or parts of them, as they are read. Without their shardings, arrays need no
     device when real Orbax restores them: it gives numpy arrays, and keys on all devices."""
     handles = [leaf for tree in trees.values() for _, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle)]
     others = [leaf for leaf in handles if leaf.kind is not LeafKind.ARRAY]
     values = dict(zip(others, read_all(others), strict=True))
-    small = [leaf for leaf in handles if leaf.kind is LeafKind.ARRAY and leaf.nbytes <= _SMALL]
-    together = list(batches(small, _BATCH))
-    batch_of = {leaf: number for number, batch in enumerate(together) for leaf in batch}
-
-    @functools.lru_cache(4)  # a few, because formats order dicts differently
-    def read_batch(number: int) -> dict[LeafHandle, Any]:
-        return dict(zip(together[number], read_all(together[number]), strict=True))
-
-    def counted(array: Any) -> Any:
-        count(array.nbytes)
-        return array
+    reader = _ReaderToWrite(handles, count, keep_shardings)
 
     def leaf_to_write(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, LeafHandle):
-            return leaf
-        if leaf.kind is not LeafKind.ARRAY:
-            value = values[leaf]
-            if not isinstance(value, KeyData):
-                return value
-            # Real Orbax restores typed keys only as arrays with a sharding.
-            sharding = leaf.sharding if keep_shardings else _MESH_OF_ALL
-            return KeyData(value.impl, StoredArray(leaf.shape, value.data.dtype, sharding, lambda: value.data))
-        assert leaf.dtype is not None
-        chunks = leaf.reader.chunks_of(leaf)[0]
-        # A large array that is split evenly, as a sharded save has it, stays so.
-        is_split = leaf.nbytes > _SMALL and chunks != leaf.shape and not any(map(operator.mod, leaf.shape, chunks))
-        return StoredArray(
-            leaf.shape,
-            leaf.dtype,
-            leaf.sharding if keep_shardings else None,
-            lambda: counted(np.asarray(read_batch(batch_of[leaf])[leaf] if leaf in batch_of else leaf.read())),
-            chunks if is_split else None,
-            lambda box: counted(leaf.reader.read([ArraySlice(leaf, box)])[0]),
-        )
+        value = values.get(leaf, leaf)
+        if isinstance(value, KeyData) and keep_shardings:
+            value.sharding = leaf.sharding
+        return dataclasses.replace(leaf, reader=reader, locator=leaf) if isinstance(value, LeafHandle) else value
 
     return {item: map_leaves(leaf_to_write, tree) for item, tree in trees.items()}
+
+
+class _ReaderToWrite(Reader):
+    """Reader of arrays while they are written; locators are their stored leaves. Small ones are read together."""
+
+    format, places_on_device, keeps_lists, tree, location = Format.MSGPACK, False, False, None, Location("")
+
+    def __init__(self, handles: Sequence[LeafHandle], count: Callable[[int], None], keep_shardings: bool):
+        self._count, self._keep_shardings = count, keep_shardings
+        small = [leaf for leaf in handles if leaf.kind is LeafKind.ARRAY and leaf.nbytes <= _SMALL]
+        together = list(batches(small, _BATCH))
+        self._batch_of = {leaf: number for number, batch in enumerate(together) for leaf in batch}
+        # A few, because formats order dicts differently.
+        self._batch = functools.lru_cache(4)(
+            lambda number: dict(zip(together[number], read_all(together[number]), strict=True))
+        )
+
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+        arrays = list(map(self._read, handles))
+        self._count(sum(array.nbytes for array in arrays))
+        return arrays
+
+    def _read(self, one: LeafHandle) -> Any:
+        leaf = one.locator.part(one.index) if one.index else one.locator
+        return np.asarray(self._batch(self._batch_of[leaf])[leaf] if leaf in self._batch_of else leaf.read())
+
+    def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
+        """Return the chunks of a large array that is split evenly, as a sharded save has it; see `Reader.chunks_of`."""
+        chunks = handle.locator.reader.chunks_of(handle.locator)[0]
+        is_split = handle.nbytes > _SMALL and not any(map(operator.mod, handle.shape, chunks))
+        return chunks if is_split else handle.shape, False
+
+    def sharding_of(self, handle: LeafHandle) -> str | None:
+        return handle.locator.sharding if self._keep_shardings else None
 
 
 def with_containers_of(node: Node, like: Node) -> Node:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert.jobs import FILES, Job
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, map_leaves, show_path
@@ -98,10 +98,9 @@ class _Computed(Reader):
         nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize
         return LeafHandle((), kind, tuple(shape), dtype, nbytes, None, self, compute)
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
-        values = [(one, handle_of(one).locator()) for one in handles]
-        return [value if isinstance(one, LeafHandle) else one.cut(value) for one, value in values]
+        return [one.cut(one.locator()) for one in handles]
 
 
 def _compute(plan: TreePlan, leaf: LeafPlan) -> Any:

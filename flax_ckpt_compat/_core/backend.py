@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,6 +65,10 @@ class LeafHandle:
     in_gda_folder: bool = False  # in the folder beside the msgpack file (Flax's ``_gda``)
     # Other kinds that the writer's release stored in the same way; the target's leaf decides.
     possible_kinds: frozenset[LeafKind] = frozenset()
+    # Of a slice of an array, which is read without the rest of it: start and stop on every axis, within the array and
+    # without steps, and the handle of the array.
+    index: array_boxes.Box | None = None
+    whole: LeafHandle | None = dataclasses.field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -73,32 +78,40 @@ class LeafHandle:
     @property
     def sharding(self) -> str | None:
         """Return the saved sharding as Orbax's JSON text, or None; read on each access."""
-        return self.reader.sharding_of(self.name)
+        return self.reader.sharding_of(self)
 
     def read(self) -> Any:
         """Read the value into writable host memory that the caller owns."""
         return self.reader.read([self])[0]
 
+    def part(self, index: array_boxes.Box | None) -> LeafHandle:
+        """Return the handle of a slice of the array, see `index`; this one for None."""
+        if index is None:
+            return self
+        shape, dtype = array_boxes.shape_of(index), self.dtype
+        nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize
+        about = self.stored_name, self.reader, self.locator, self.in_gda_folder, self.possible_kinds
+        return LeafHandle(self.path, self.kind, shape, dtype, nbytes, *about, index, self)
 
-@dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one
-class ArraySlice:
-    """A slice of a stored array, read without the rest of it."""
+    def parts(self, limit: int | None = None) -> Iterator[LeafHandle]:
+        """Yield this handle, or of a larger array slices of ``limit`` bytes, or of a chunk that decodes as a whole."""
+        limit = limit or BATCH_BYTES
+        if self.kind is not LeafKind.ARRAY or self.dtype is None or self.nbytes <= limit:
+            yield self
+            return
+        chunks, has_parts = self.reader.chunks_of(self)
+        elements = max(1, limit // self.dtype.itemsize)
+        yield from map(self.part, array_boxes.readable_boxes(self.shape, chunks, elements, splits_chunks=has_parts))
 
-    handle: LeafHandle
-    index: tuple[slice, ...]  # start and stop on every axis, within the array and without steps
-
-    def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Copy the slice out of the whole array."""
+    def cut(self, value: Any) -> Any:
+        """Copy the slice that this is out of the whole array; return the value itself if this is no slice."""
         from flax_ckpt_compat._core import memory
 
-        result = memory.empty(array_boxes.shape_of(self.index), value.dtype)
+        if self.index is None:
+            return value
+        result = memory.empty(self.shape, value.dtype)
         result[...] = value[self.index]
         return result
-
-
-def handle_of(one: LeafHandle | ArraySlice) -> LeafHandle:
-    """Return the stored leaf that is read, in whole or in part."""
-    return one if isinstance(one, LeafHandle) else one.handle
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,17 +140,10 @@ class Reader(Protocol):
         """Return the path, for errors."""
         return self.location.path
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:
         """Read the values of leaves and slices in order; all slices of an array in one call decode its chunks once.
 
         Arrays are writable, C order and 64-byte aligned; if ``mapped``, large ones may be mappings of a local file."""
-
-    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
-        """Yield indices of slices that cover an array, of ``nbytes`` each, or a chunk that decodes only as a whole."""
-        assert handle.dtype is not None
-        limit = max(1, nbytes // max(1, handle.dtype.itemsize))
-        chunks, has_parts = self.chunks_of(handle)
-        return array_boxes.readable_boxes(handle.shape, chunks, limit, splits_chunks=has_parts)
 
     def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """Return the shape of the chunks that an array is stored in, and whether parts of one are read without it."""
@@ -147,7 +153,7 @@ class Reader(Protocol):
         """Compare the files with each other and with the tree, without reading arrays."""
         return Inspection()
 
-    def sharding_of(self, name: str) -> str | None:  # noqa: ARG002  (readers of formats without shardings inherit it)
+    def sharding_of(self, handle: LeafHandle) -> str | None:  # noqa: ARG002  (readers without shardings inherit it)
         """Return the saved sharding of a leaf as Orbax's JSON text, or None."""
         return None
 
@@ -231,10 +237,11 @@ def handles_of(reader: Reader) -> list[LeafHandle]:
 
 
 def batches(handles: Sequence[LeafHandle], limit: int | None = None) -> Iterator[list[LeafHandle]]:
-    """Split leaves into batches to be read at once; a large leaf is a batch of its own."""
+    """Split leaves into batches to be read at once; a large leaf, or all slices of one, are a batch of their own."""
     start = nbytes = 0
     for number, handle in enumerate(handles):
-        if number > start and (nbytes + handle.nbytes > (limit or BATCH_BYTES) or number - start == _MAX_BATCH):
+        is_full = nbytes + handle.nbytes > (limit or BATCH_BYTES) or number - start >= _MAX_BATCH
+        if number > start and is_full and (handle.whole is None or handle.whole is not handles[number - 1].whole):
             yield list(handles[start:number])
             start, nbytes = number, 0
         nbytes += handle.nbytes
@@ -242,21 +249,11 @@ def batches(handles: Sequence[LeafHandle], limit: int | None = None) -> Iterator
         yield list(handles[start:])
 
 
-def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
-    """Yield a leaf, or the slices of a large array."""
-    if handle.kind is LeafKind.ARRAY and handle.nbytes > BATCH_BYTES:
-        yield from (ArraySlice(handle, box) for box in handle.reader.boxes(handle, BATCH_BYTES))
-    else:
-        yield handle
-
-
-def read_all(
-    wanted: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False, meter: progress.Meter = progress.OFF
-) -> list[Any]:
+def read_all(wanted: Sequence[LeafHandle], *, mapped: bool = False, meter: progress.Meter = progress.OFF) -> list[Any]:
     """Read leaves and slices in the given order, each with its own reader; the ``meter`` counts what they read."""
     by_reader: dict[Reader, list[int]] = {}
     for number, one in enumerate(wanted):
-        by_reader.setdefault(handle_of(one).reader, []).append(number)
+        by_reader.setdefault(one.reader, []).append(number)
     values: list[Any] = [None] * len(wanted)
     for reader, numbers in by_reader.items():
         if meter.is_on:

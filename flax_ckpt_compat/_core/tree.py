@@ -1,7 +1,8 @@
 """Define the neutral tree that every format is written from and read into.
 
-A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, str, bytes, None, `HostCopy`,
-`StoredArray`, or `KeyData` of an array); when reading, `flax_ckpt_compat._core.backend.LeafHandle`s, or None."""
+A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, str, bytes, None, `HostCopy`, or
+`KeyData` of an array); when reading, `flax_ckpt_compat._core.backend.LeafHandle`s, or None. What is written of another
+checkpoint has handles of arrays, too."""
 
 from __future__ import annotations
 
@@ -74,6 +75,7 @@ class KeyData:
 
     impl: str  # jax's name of the implementation (``threefry2x32``, ``rbg``, ``unsafe_rbg``, …)
     data: Any  # uint32 array, the key array's shape followed by the implementation's key shape
+    sharding: str | None = None  # saved sharding to write, as Orbax's JSON text, of an array that has none
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one
@@ -97,27 +99,6 @@ class HostCopy:
     def nbytes(self) -> int:
         """Return the size of the whole array, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class StoredArray:
-    """An array of an open checkpoint, to be written to another one: read each time that it is needed."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    sharding: str | None  # its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array
-    read: Callable[[], np.ndarray[Any, Any]]  # reads it into host memory
-    chunks: tuple[int, ...] | None = None  # shape of the chunks to write it in, a divisor of `shape`; None for one
-    read_part: Callable[[tuple[slice, ...]], np.ndarray[Any, Any]] | None = None  # reads a slice, with ``chunks``
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the array, in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Read the array, for ``np.asarray``."""
-        return self.read().astype(self.dtype if dtype is None else dtype, copy=False)
 
 
 def shards_of(array: Any) -> Iterator[Shard]:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from flax_ckpt_compat._core import errors, memory
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.errors import translated
@@ -75,18 +75,15 @@ class _WholeReader(Reader):
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
         """Read leaves."""
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Read leaves, and once those that slices are cut from; see `Reader.read`."""
-        keys = [number if isinstance(one, LeafHandle) else -id(one.handle) for number, one in enumerate(handles)]
-        leaves = dict(zip(keys, map(handle_of, handles), strict=True))
+        keys = [one.whole or number for number, one in enumerate(handles)]
+        leaves = {key: one.whole or one for key, one in zip(keys, handles, strict=True)}
         for leaf in leaves.values():
             if leaf.kind is LeafKind.UNSUPPORTED:
                 raise leaf.locator
         values = dict(zip(leaves, self.read_whole(list(leaves.values())), strict=True))
-        return [
-            one.cut(values[key]) if isinstance(one, ArraySlice) else values[key]
-            for key, one in zip(keys, handles, strict=True)
-        ]
+        return [one.cut(values[key]) for key, one in zip(keys, handles, strict=True)]
 
     def close(self) -> None:
         """Close the files."""

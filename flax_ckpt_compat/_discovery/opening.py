@@ -11,7 +11,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, Reader
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, foreign, formats, orbax_directory
@@ -204,6 +204,6 @@ class JsonReader(Reader):
             return None
         return LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles; there are no arrays, so no slices."""
-        return [handle.locator for handle in handles if isinstance(handle, LeafHandle)]
+        return [handle.locator for handle in handles]

@@ -12,15 +12,13 @@ import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, handle_of, read_all
+from flax_ckpt_compat._core.backend import LeafHandle, batches, read_all
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
 from flax_ckpt_compat._core.progress import Meter
-from flax_ckpt_compat._trees.leaf_sources import needs
 
 _AT_ONCE = 64 * 2**20
 _NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
 
-Readable = LeafHandle | ArraySlice
 Array = np.ndarray[Any, Any]
 _BLOCK = 2**20
 _floats: Any = ml_dtypes.finfo
@@ -75,35 +73,20 @@ def _has_direct_cast(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def read(
-    wanted: Sequence[Readable], casts: Mapping[Readable, Cast], mapped: Set[Readable], meter: Meter
-) -> dict[Readable, Any]:
+    wanted: Sequence[LeafHandle], casts: Mapping[LeafHandle, Cast], mapped: Set[LeafHandle], meter: Meter
+) -> dict[LeafHandle, Any]:
     """Read handles and slices, each once, and cast those in ``casts``; those in ``mapped`` may be memory-mapped."""
-    values: dict[Readable, Any] = {}
+    values: dict[LeafHandle, Any] = {}
     for is_mapped in (False, True):
         group = [one for one in wanted if (one in mapped) is is_mapped]
         at_once = [one for one in group if one not in casts]
-        batches = [at_once] if at_once else []
-        for batch in [*batches, *_batches([one for one in group if one in casts])]:
+        to_cast = batches([one for one in group if one in casts], _AT_ONCE)
+        for batch in [*([at_once] if at_once else []), *to_cast]:
             found = read_all(batch, mapped=is_mapped, meter=meter)
             for at, one in enumerate(batch):
                 values[one] = casts[one](found[at]) if one in casts else found[at]
                 found[at] = None  # so that little memory holds both dtypes
     return values
-
-
-def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:
-    """Yield batches of little memory, or of one array; slices of one array stay together, as they may share chunks."""
-    batch: list[Readable] = []
-    room, last = _AT_ONCE, None
-    for one in wanted:
-        size, handle = sum(needs(one).values()), handle_of(one)
-        if batch and room < size and handle is not last:
-            yield batch
-            batch, room = [], _AT_ONCE
-        batch.append(one)
-        room, last = room - size, handle
-    if batch:
-        yield batch
 
 
 def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import backend
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointerError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, map_leaves
@@ -47,9 +47,9 @@ class CheckpointerReader(backend.Reader):
         else:
             self.tree = map_leaves(lambda path, leaf: self._with_value(leaf, _at(values, path)), own.tree)
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+    def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles of the tree, or slices of them, in order; arrays in host memory."""
-        return [one.cut(one.handle.locator) if isinstance(one, ArraySlice) else one.locator for one in handles]
+        return [one.cut(one.locator) for one in handles]
 
     def close(self) -> None:
         """Close our own reader."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import backend, memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.text_formatting import Row, one_line
 from flax_ckpt_compat._core.tree import KeyData, Path, is_jax_array, show_path
@@ -20,7 +20,7 @@ from flax_ckpt_compat._restore import casting, leaf_kinds, placement
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
 from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, needs, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -56,16 +56,16 @@ class ReadLeaves:
         self._lost: list[str] = []
         self._narrowed: list[Row] = []  # leaves and dtypes of an abstract target's casts that may lose values
         self._abstract: list[str] = []  # leaves of the target that are kept and have no values
-        self.values: dict[LeafHandle | ArraySlice, Any] = {}  # what was read and not used yet
+        self.values: dict[LeafHandle, Any] = {}  # what was read and not used yet
         self.take: Callable[[Any], Any] = self.take_shared  # returns a value that was read, which nothing else holds
         self.shapes: list[ShapeDifference] = []  # shapes of function results that are not the target's
         # Inputs of derived leaves: several leaves may share one, and each is read or computed once.
         self._uses: Counter[Any] = Counter()
         self._ready: dict[Any, Any] = {}
         # The casts of what is cast as soon as it is read.
-        self.casts_at_read: dict[LeafHandle | ArraySlice, casting.Cast] = {}
-        self.mapped: set[LeafHandle | ArraySlice] = set()  # what may be memory-mapped
-        reads: list[LeafHandle | ArraySlice] = []
+        self.casts_at_read: dict[LeafHandle, casting.Cast] = {}
+        self.mapped: set[LeafHandle] = set()  # what may be memory-mapped
+        reads: list[LeafHandle] = []
         for leaf in plan.leaves:
             if leaf.is_plain:
                 reads.append(leaf.source)  # type: ignore[arg-type]
@@ -82,8 +82,7 @@ class ReadLeaves:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all arrays that are read."""
-        whole = sum([one.nbytes for one in self.reads if isinstance(one, LeafHandle) and one.dtype is not None])
-        return whole + sum([sum(needs(one).values()) for one in self.reads if isinstance(one, ArraySlice)])
+        return sum([one.nbytes for one in self.reads if one.dtype is not None])
 
     def read(self, meter: Meter = OFF) -> ReadLeaves:
         """Read the values, and return the object itself, which has them."""
@@ -96,13 +95,13 @@ class ReadLeaves:
             self.plan.reader.read([])  # which verifies a file of numbers alone
         return self
 
-    def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
+    def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle]) -> None:
         source = leaf.source
         if isinstance(source, Derived):
             self._add_inputs(source, reads)
         if not isinstance(source, LeafHandle):
             return
-        mine: list[LeafHandle | ArraySlice] = [source] if leaf.slices is None else [*leaf.slices]
+        mine: list[LeafHandle] = [source] if leaf.slices is None else [*leaf.slices]
         reads.extend(mine)
         if leaf.cast is not None:
             is_number = source.kind is not LeafKind.ARRAY
@@ -110,7 +109,7 @@ class ReadLeaves:
             if source.kind is LeafKind.ARRAY and not source.possible_kinds:
                 self.casts_at_read.update((one, cast) for one in mine)
 
-    def _add_inputs(self, derived: Derived, reads: list[LeafHandle | ArraySlice]) -> None:
+    def _add_inputs(self, derived: Derived, reads: list[LeafHandle]) -> None:
         for one in derived.inputs:
             self._uses[one] += 1
             if self._uses[one] > 1:

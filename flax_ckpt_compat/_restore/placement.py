@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.array_boxes import normalize_index
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import ShapeMismatchError
 from flax_ckpt_compat._core.tree import KeyData
 from flax_ckpt_compat._restore import casting, leaf_kinds
@@ -87,7 +87,7 @@ def misfit(leaf: str, shape: tuple[int, ...], sharding: Any, path: str) -> Shape
     )
 
 
-def slices(handle: LeafHandle, sharding: Any) -> list[ArraySlice] | None:
+def slices(handle: LeafHandle, sharding: Any) -> list[LeafHandle] | None:
     """Return the distinct slices of an array on this process's devices; None to read it whole.
 
     The list is empty if all shards are on other processes."""
@@ -95,7 +95,7 @@ def slices(handle: LeafHandle, sharding: Any) -> list[ArraySlice] | None:
         return []
     if sharding.is_fully_replicated or 0 in handle.shape:
         return None
-    return [ArraySlice(handle, index) for index in _local_indices(sharding, handle.shape).values()]
+    return [handle.part(index) for index in _local_indices(sharding, handle.shape).values()]
 
 
 @functools.lru_cache(maxsize=256)

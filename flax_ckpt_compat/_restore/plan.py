@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, Path
@@ -61,7 +61,7 @@ class LeafPlan:
     is_plain: bool = False  # read whole: final, or, of an array, to be put on ``sharding``
     sharding: Any = None  # sharding to place an array with; None for host memory
     cast: Any = None  # dtype to cast an array or number to, or None
-    slices: list[ArraySlice] | None = None  # to read, one per distinct shard of this process; None for all
+    slices: list[LeafHandle] | None = None  # to read, one per distinct shard of this process; None for all
     why: str = ""  # why the target's value is kept, or how a subtree is read, in a few words
 
 

@@ -6,13 +6,12 @@ import dataclasses
 import difflib
 import enum
 import heapq
-import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
 
 _MAX_COMPARED = 40  # names: difflib is slow, so of more those that share the most pairs of letters
@@ -37,9 +36,9 @@ class FunctionInput:
 class Derived:
     """A leaf that is computed from stored ones on demand."""
 
-    # `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python); or, for
-    # functions of the user, `FunctionInput`s.
-    inputs: tuple[LeafHandle | ArraySlice | Derived | FunctionInput, ...]
+    # `LeafHandle`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python); or, for functions of the
+    # user, `FunctionInput`s.
+    inputs: tuple[LeafHandle | Derived | FunctionInput, ...]
     function: Callable[..., Any]  # takes the inputs' values in order and must not write to them
     shape: tuple[int, ...] | None  # of the result; None if only the function knows
     # Of the result; None if only the function knows, or if the result is `KeyData` of that shape of keys.
@@ -55,8 +54,8 @@ class Derived:
 def handles_of(source: Any) -> list[LeafHandle]:
     """Return the stored leaves that a leaf of a tree of sources, or an input, reads; none for None and `Own`."""
     if isinstance(source, LeafHandle):
-        return [source]
-    if isinstance(source, ArraySlice | FunctionInput):
+        return [source.whole or source]
+    if isinstance(source, FunctionInput):
         return [source.handle]
     return source.handles if isinstance(source, Derived) else []
 
@@ -89,11 +88,7 @@ def needs(source: Any) -> dict[Any, int]:
     if isinstance(source, FunctionInput):
         source = source.handle
     if isinstance(source, LeafHandle):
-        return {source: source.nbytes}
-    if isinstance(source, ArraySlice):
-        sides = tuple((side.start, side.stop) for side in source.index)
-        elements = math.prod(stop - start for start, stop in sides)
-        return {(source.handle, sides): source.handle.nbytes * elements // max(math.prod(source.handle.shape), 1)}
+        return {(source.whole or source, str(source.index)): source.nbytes}  # slices have no hash
     if isinstance(source, Derived):
         return {key: size for one in source.inputs for key, size in needs(one).items()}
     return {}

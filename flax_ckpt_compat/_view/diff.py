@@ -14,7 +14,7 @@ from typing import Any, Literal, SupportsFloat
 import numpy as np
 
 from flax_ckpt_compat._core import backend
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
+from flax_ckpt_compat._core.backend import LeafHandle, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 from flax_ckpt_compat._core.text_formatting import Row, counted, fold, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -246,12 +246,9 @@ def _compare(pair: _Pair, values: Iterable[tuple[Any, Any]], tolerance: _Toleran
 
 def _parts(a: LeafHandle, b: LeafHandle) -> Iterator[tuple[Any, Any]]:
     """Yield the values of two leaves, or those of slices of two arrays."""
-    if a.kind is b.kind is LeafKind.ARRAY and a.nbytes:
-        # Chunks that decode only as a whole make fewer boxes.
-        boxes = min((list(one.reader.boxes(one, _PART)) for one in (a, b)), key=len)
-        yield from ((a.reader.read([ArraySlice(a, box)])[0], b.reader.read([ArraySlice(b, box)])[0]) for box in boxes)
-    else:
-        yield a.read(), b.read()
+    # Chunks that decode only as a whole make fewer parts, and what is no array one.
+    for part in min((list(one.parts(_PART)) for one in (a, b)), key=len):
+        yield a.part(part.index).read(), b.part(part.index).read()
 
 
 def _same(one: Any, other: Any) -> bool:

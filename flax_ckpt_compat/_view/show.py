@@ -99,7 +99,7 @@ def _stats(leaves: dict[Path, LeafHandle]) -> dict[Path, Stats]:
     found: dict[LeafHandle, Stats] = {}
 
     def read(batch: Sequence[LeafHandle]) -> None:
-        parts = ((batch[0], backend.read_all([part])[0]) for part in backend.pieces(batch[0]))
+        parts = ((batch[0], backend.read_all([part])[0]) for part in batch[0].parts())
         for handle, value in parts if len(batch) == 1 else zip(batch, backend.read_all(batch), strict=True):
             array = np.asarray(value)
             if is_numeric(array):

@@ -299,7 +299,7 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> dict[LeafHandle, Any]:
     """Read leaves; return the errors of those that do not decode."""
 
     def read(handle: LeafHandle) -> None:
-        for part in backend.pieces(handle):
+        for part in handle.parts():
             reader.read([part])
 
     if len(batch) > 1:

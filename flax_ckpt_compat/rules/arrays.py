@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_float, is_integer
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
@@ -104,7 +104,7 @@ def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squee
     index = tuple(slice(start, stop) if n == axis else slice(0, size) for n, size in enumerate(leaf.shape or ()))
     shape = tuple(side.stop - side.start for n, side in enumerate(index) if not (squeeze and n == axis))
     if isinstance(leaf, LeafHandle):  # such a slice owns its memory
-        return Derived((ArraySlice(leaf, index),), lambda value: value.reshape(shape), shape, leaf.dtype, how)
+        return Derived((leaf.part(index),), lambda value: value.reshape(shape), shape, leaf.dtype, how)
     return Derived((leaf,), lambda value: value[index].copy("C").reshape(shape), shape, leaf.dtype, how)
 
 

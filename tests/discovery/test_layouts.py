@@ -24,7 +24,6 @@ from safetensors.numpy import save_file
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.backend import ArraySlice
 from tests.support.interpreters import run_python
 from tests.support.layouts import assert_every_function_reads, assert_same
 
@@ -161,7 +160,7 @@ def test_arrays_and_parts_of_them(written: tuple[Path, Write]) -> None:
     assert_same(flax_ckpt_compat.restore(path), tree)
     with flax_ckpt_compat.open_checkpoint(path) as view:
         leaves = view.leaves()
-        parts = [ArraySlice(leaves[name], index) for name, index in PARTS]
+        parts = [leaves[name].part(index) for name, index in PARTS]
         for (name, index), found in zip(PARTS, leaves["int8_0"].reader.read(parts), strict=True):
             np.testing.assert_array_equal(found, tree[name][index])
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core.backend import ArraySlice, WriteOptions
+from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
@@ -220,7 +220,7 @@ def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
     flip(path, path.stat().st_size - 40)  # of the last leaf
     reader = BACKEND.open(location_of(path), verify=True)
     leaves = {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree)}
-    both = [leaves["a"], ArraySlice(leaves["a"], (slice(1, 2), slice(0, MIB // 4))), leaves["s007"], leaves["a"]]
+    both = [leaves["a"], leaves["a"].part((slice(1, 2), slice(0, MIB // 4))), leaves["s007"], leaves["a"]]
     for found, expected in zip(
         reader.read(both), [LARGE["a"], LARGE["a"][1:2], LARGE["s007"], LARGE["a"]], strict=True
     ):
@@ -267,7 +267,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
                     if array.ndim and data.draw(st.booleans()):
                         rows = sorted(data.draw(st.tuples(*[st.integers(0, len(array))] * 2)))
                         index = (slice(*rows), *(slice(0, length) for length in array.shape[1:]))
-                        leaf, array = ArraySlice(leaf, index), array[index]
+                        leaf, array = leaf.part(index), array[index]
                     chosen.append(leaf)
                     expected.append(array)
                 assert fingerprint(reader.read(chosen)) == fingerprint(expected)

@@ -14,7 +14,7 @@ import zstandard
 from flax_ckpt_compat.legacy import BACKEND
 
 from flax_ckpt_compat import config, errors, restore, verify
-from flax_ckpt_compat._core.backend import ArraySlice
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import location_of
@@ -202,8 +202,8 @@ def test_a_slice_reads_only_its_chunks(saved: Path) -> None:
     reader = BACKEND.open(location_of(saved), verify=True)
     leaf = reader.tree.children["w"]
 
-    def rows(start: int, stop: int) -> ArraySlice:
-        return ArraySlice(leaf, (slice(start, stop), slice(0, 8)))
+    def rows(start: int, stop: int) -> LeafHandle:
+        return leaf.part((slice(start, stop), slice(0, 8)))
 
     np.testing.assert_array_equal(reader.read([rows(0, 32)])[0], W[:32])
     with pytest.raises(errors.CorruptCheckpointError):

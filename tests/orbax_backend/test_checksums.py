@@ -21,7 +21,6 @@ from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import checksums
-from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
@@ -404,14 +403,12 @@ def test_parts_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (handle,) = handles(path).values()
     boxes = [(slice(0, 1003), slice(0, 300)), (slice(5, 700), slice(0, 300)), (slice(3, 1003), slice(17, 19))]
     for box in boxes:
-        np.testing.assert_array_equal(handle.reader.read([ArraySlice(handle, box)])[0], ROWS[box])
-    for box, found in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
+        np.testing.assert_array_equal(handle.reader.read([handle.part(box)])[0], ROWS[box])
+    for box, found in zip(boxes, handle.reader.read([handle.part(box) for box in boxes]), strict=True):
         np.testing.assert_array_equal(found, ROWS[box])
     np.testing.assert_array_equal(handle.reader.read([handle], mapped=True)[0], ROWS)
     flip(*find(path, ROWS[500].tobytes()))
     (handle,) = handles(path).values()
     with pytest.raises(ChecksumError, match=r"'w'.*chunk 'w/c/1/0'"):
-        handle.reader.read([ArraySlice(handle, (slice(251, 253), slice(0, 2)))])
-    np.testing.assert_array_equal(
-        handle.reader.read([ArraySlice(handle, (slice(0, 251), slice(0, 300)))])[0], ROWS[:251]
-    )
+        handle.reader.read([handle.part((slice(251, 253), slice(0, 2)))])
+    np.testing.assert_array_equal(handle.reader.read([handle.part((slice(0, 251), slice(0, 300)))])[0], ROWS[:251])

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.tree import Shard
@@ -68,7 +68,7 @@ def test_arrays_and_parts_of_them(tmp_path: Path, layout: str, no_driver: None) 
     expected = {name: np.asarray(value) for name, value in tree.items()}
     assert fingerprint(load(path)) == fingerprint(expected)
     for name, handle in handles(path).items():
-        parts = [ArraySlice(handle, box) for box in BOXES]
+        parts = [handle.part(box) for box in BOXES]
         sliced = [expected[name][box] for box in BOXES]
         assert fingerprint(handle.reader.read(parts)) == fingerprint(sliced)
         assert fingerprint([handle.reader.read([part])[0] for part in parts]) == fingerprint(sliced)
@@ -140,7 +140,7 @@ def test_cut_and_missing_chunks(tmp_path: Path, layout: str, left: Any, no_drive
     file.unlink() if left is None else file.write_bytes(data + b"more" if left == "more" else data[:left])
     assert _read_by_us(path, "w") is _read_by_tensorstore(path, "w") is None
     handle = handles(path)["w"]
-    np.testing.assert_array_equal(handle.reader.read([ArraySlice(handle, np.s_[0:2, 0:4])])[0], values[:2, :4])
+    np.testing.assert_array_equal(handle.reader.read([handle.part(np.s_[0:2, 0:4])])[0], values[:2, :4])
 
 
 ZARR3_CODECS: dict[str, tuple[str, list[Any]]] = {
@@ -191,7 +191,7 @@ def test_other_codecs_of_zarr_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr("flax_ckpt_compat.orbax_backend.zarr.ArrayInfo._by_tensorstore", None)
     handle = handles(path)["w"]
     np.testing.assert_array_equal(handle.reader.read([handle])[0], values)
-    np.testing.assert_array_equal(handle.reader.read([ArraySlice(handle, np.s_[2:7, 4:6])])[0], values[2:7, 4:6])
+    np.testing.assert_array_equal(handle.reader.read([handle.part(np.s_[2:7, 4:6])])[0], values[2:7, 4:6])
 
 
 CODECS: dict[str, Any] = {"raw": None, "zstd": {"id": "zstd", "level": 1}}
@@ -250,7 +250,7 @@ def test_boxes_are_what_numpy_slices(
     shape, chunks, boxes = case
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
     handle = stored_by_tensorstore(tmp_path_factory.mktemp("boxes") / "c", values, chunks, codec, ocdbt=ocdbt)
-    slices = [ArraySlice(handle, box) for box in boxes]
+    slices = [handle.part(box) for box in boxes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "PIECE_BYTES", piece)
         patch.setattr(read_arrays, "BLOCK_BYTES", piece)
@@ -280,7 +280,7 @@ def test_a_lost_chunk_matters_where_it_is_wanted(tmp_path: Path, codec: str, fil
     handle = stored_by_tensorstore(tmp_path / "c", values, [2, 10], codec, fill=fill)
     (tmp_path / "c" / "a" / "1.0").unlink()
     for boxes in ([np.s_[4:8, 0:10]], [np.s_[0:5, 0:10], np.s_[1:6, 0:4]]):
-        parts = [ArraySlice(handle, box) for box in boxes]
+        parts = [handle.part(box) for box in boxes]
         if fill is None and len(boxes) > 1:
             with pytest.raises(CorruptCheckpointError, match=r"1\.0.*missing"):
                 handle.reader.read(parts)
@@ -297,7 +297,7 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     values = np.arange(24).reshape(4, 6).astype(kind)
     handle = handles(save(tmp_path / "c", {"a": values}))["a"]
-    (part,) = handle.reader.read([ArraySlice(handle, (slice(1, 3), slice(2, 6)))])
+    (part,) = handle.reader.read([handle.part((slice(1, 3), slice(2, 6)))])
     assert part.dtype == kind
     assert np.array_equal(part, values[1:3, 2:6])
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
 from flax_ckpt_compat._trees import leaf_sources, state_dict
 from tests.support.trees import fingerprint
@@ -47,7 +47,7 @@ class Memory:
         """Copies of the values."""
         found = []
         for one in handles:
-            value = one.cut(one.handle.locator) if isinstance(one, ArraySlice) else one.locator
+            value = one.cut(one.locator)
             assert not isinstance(value, jax.ShapeDtypeStruct), "nothing may read an abstract array"
             self.bytes_read += getattr(value, "nbytes", 0)
             found.append(value.copy() if isinstance(value, np.ndarray) else value)
@@ -66,8 +66,6 @@ def value_of(leaf: Any) -> Any:
     """The value of a leaf; of a computed one the function's inputs are read-only, and shape and dtype must be true."""
     if isinstance(leaf, LeafHandle):
         return leaf.read()
-    if isinstance(leaf, ArraySlice):
-        return leaf.handle.reader.read([leaf])[0]
     if not isinstance(leaf, leaf_sources.Derived):
         return leaf
     inputs = [value_of(one) for one in leaf.inputs]
