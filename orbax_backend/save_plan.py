@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, leaf_name
+from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from . import stored_names
@@ -76,7 +76,7 @@ class _Planner:
             self.add(node.children[name], (*path, name), below)
 
     def _add_entry(self, node: Node, path: Path, kinds: tuple[int, ...]) -> None:
-        plan, name = self._plan, leaf_name(path)
+        plan, name = self._plan, ".".join(path)
         if not name.isascii() or len(name) > _MAX_NAME:
             _check_name(name, path)
         if node is None or isinstance(node, Branch):

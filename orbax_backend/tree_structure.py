@@ -129,7 +129,7 @@ def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
         try:
             parts, value = entry["key_metadata"], entry["value_metadata"]
             path, kinds = tuple(map(_key_of, parts)), tuple(map(_kind_of, parts))
-            name, value_type = layout.leaf_name(path), value["value_type"]
+            name, value_type = ".".join(path), value["value_type"]
             if not name.isascii():
                 name.encode()
             known = checked(kinds) and type(value_type) is str
@@ -153,7 +153,7 @@ def _open_msgpack(location: Location, open_msgpack: OpenMsgpack) -> Reader | Non
 
 def _aggregated(node: Node, path: Path = (), kinds: Kinds = ()) -> Iterator[tuple[LeafEntry, LeafHandle | None]]:
     """Yield the entry of each leaf of a msgpack file, in stored order, with its handle if its value is in the file."""
-    name, value_type, value = layout.leaf_name(path), UNKNOWN, None
+    name, value_type, value = ".".join(path), UNKNOWN, None
     if (folder := _folder_of_spec(node)) is not None:
         name = folder
     elif isinstance(node, Branch) and node.children:

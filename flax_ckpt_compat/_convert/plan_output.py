@@ -327,7 +327,7 @@ def _beside(opened: Opened, item: str) -> list[str]:
     if folder.name in RANDOM_KEYS:
         names = names_in(folder.parent).difference(layout.STEP_FILES)
         return sorted(name for name in names if name.removesuffix("_metadata") != folder.name)
-    of_leaves = {layout.leaf_name(path).partition("/")[0] for path, _ in iter_leaves(opened.reader(item).tree)}
+    of_leaves = {".".join(path).partition("/")[0] for path, _ in iter_leaves(opened.reader(item).tree)}
     return [name for name in orbax_directory.beside_tree(folder, names_in(folder)) if name not in of_leaves]
 
 

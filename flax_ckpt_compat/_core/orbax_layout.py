@@ -1,10 +1,8 @@
-"""Define what an Orbax directory looks like: file names, markers, words, and the names of leaves in it."""
+"""Define what an Orbax directory looks like: file names, markers, words. Leaves have key paths joined with dots."""
 
 from __future__ import annotations
 
 import re
-
-from flax_ckpt_compat._core.tree import Path
 
 # A tree.
 TREE_METADATA = "_METADATA"
@@ -38,6 +36,7 @@ PARTIAL_SAVE = ".partial_save"  # v1 writes parts below a directory with this su
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
 BEGUN = "_begun"  # a running save
+is_upload_marker = re.compile(rf"{BEGUN}\.\d+\.[0-9a-f]{{32}}").fullmatch  # an object: a save to a store, or a removal
 TREE_FILES = (TREE_METADATA, MSGPACK_FILE, SHARDING, STRINGS, MANIFEST, CHECKSUMS, *ARRAY_METADATA_FILES)  # of a tree
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
 STEP_FILES = (STEP_METADATA, V1_MARKER, COMMIT_FILE, DESCRIPTOR)  # beside the items
@@ -49,15 +48,3 @@ SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array
 JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"
 JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
-
-_UPLOAD_MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
-
-
-def is_upload_marker(name: str) -> bool:
-    """Return whether an object's name marks a running save to a store, or a removal."""
-    return _UPLOAD_MARKER.fullmatch(name) is not None
-
-
-def leaf_name(path: Path) -> str:
-    """Return Orbax's name of a leaf: its key path joined with dots; a bare leaf is ``""``."""
-    return ".".join(path)

@@ -148,7 +148,7 @@ def delete(url: str, names: Collection[str], versions: Mapping[str, str] = {}) -
     """Delete files of a folder, the markers last; of those with a version, that one alone."""
     client = client_for(url)
     for is_last in (False, True):
-        group = [name for name in names if is_upload_marker(name) == is_last]
+        group = [name for name in names if bool(is_upload_marker(name)) == is_last]
         in_parallel(lambda name: client.delete(f"{url}/{name}", versions.get(name)), group, _AT_ONCE)
 
 
