@@ -14,11 +14,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.array_boxes import normalize_index
-from flax_ckpt_compat._core.errors import NameCollisionError
+from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 
 if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
     import numpy as np
@@ -177,6 +177,24 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             left += [((*path, name), child) for name, child in reversed(node.children.items())]
         else:
             yield path, node
+
+
+@contextmanager
+def naming_lost_array(path: str, tree: Callable[[], Node]) -> Iterator[None]:
+    """Note on an error of jax which array of a tree that is saved has no value: deleted meanwhile, or not computed."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_jax = not isinstance(error, CheckpointError | RecursionError)
+        for leaf_path, leaf in iter_leaves(tree()) if is_of_jax else ():
+            try:
+                if is_jax_array(leaf):
+                    leaf.block_until_ready()
+            except RuntimeError:
+                why = "it was deleted or donated meanwhile, or its computation failed"
+                error.add_note(f"{show_path(leaf_path)}, saved to {path}, has no value: {why}")
+                break
+        raise
 
 
 def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:

@@ -53,8 +53,7 @@ def test_values_are_those_of_numpy(placed: list[int]) -> None:
     found = snapshot.to_host(arrays)
     assert placed == [len(arrays) - 1]  # all but int4
     for array, value in zip(arrays, found, strict=True):
-        assert value.dtype == array.dtype and value.shape == array.shape
-        assert value.flags.c_contiguous
+        assert value.dtype == array.dtype and value.shape == array.shape and value.flags.c_contiguous
         assert value.tobytes() == np.array(array, order="C").tobytes()
 
 

@@ -199,8 +199,7 @@ def test_nobody_to_ask(tmp_path: Path) -> None:
     leftover = Path(atomic.temporary_path(str(tmp_path / "checkpoint_1")))
     leftover.touch()
     result = clean(tmp_path)
-    assert result.exit_code == 2
-    assert "pass --yes" in result.stderr
+    assert result.exit_code == 2 and "pass --yes" in result.stderr
     assert leftover.exists()
     (found,) = json.loads(clean(tmp_path, "--json", "--dry-run").stdout)
     assert (found["path"], found["nbytes"], found["kept"]) == (str(leftover), 0, "")

@@ -210,8 +210,7 @@ def test_what_may_not_be_searched_is_not_absent(unsearchable: Path) -> None:
     ):
         with pytest.raises(errors.StorageError, match="Permission denied; check the permissions of") as caught:
             call()
-        assert caught.value.errno == 13
-        assert str(unsearchable) in str(caught.value)
+        assert caught.value.errno == 13 and str(unsearchable) in str(caught.value)
 
 
 def test_what_is_absent_is_absent(tmp_path: Path) -> None:

@@ -151,8 +151,7 @@ def test_an_outdated_step_is_refused_before_anything_is_written(flag: bool, tmp_
     for manager in (None, ours.AsyncManager()):
         with pytest.raises(errors.InvalidCheckpointError) as caught:
             ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
-        assert isinstance(caught.value, flax_errors.InvalidCheckpointError)
-        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, flax_errors.InvalidCheckpointError) and isinstance(caught.value, ValueError)
         assert "checkpoint_5" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
