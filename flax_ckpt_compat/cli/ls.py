@@ -147,7 +147,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty."
     absent = locating.none_in(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
-    return f"{absent}, and none is below it" if recursive else f"{absent}; --recursive lists all below it"
+    return f"{absent}, and none is below it" if recursive else f"{absent} (--recursive lists all below it)"
 
 
 def _lines(shown: str, entries: Sequence[Entry], *, leaves: bool) -> Iterator[Line | Table]:
