@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.array_boxes import normalize_index
-from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
+from flax_ckpt_compat._core.errors import NameCollisionError
 
 if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
     import numpy as np
@@ -180,20 +180,14 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 @contextmanager
-def naming_lost_array(path: str, tree: Callable[[], Node]) -> Iterator[None]:
-    """Note on an error of jax which array of a tree that is saved has no value: deleted meanwhile, or not computed."""
+def naming_deleted_array(path: str, tree: Callable[[], Node]) -> Iterator[None]:
+    """Note on jax's error for a deleted array which one of a tree that is saved it is, and where to."""
     try:
         yield
     except RuntimeError as error:
-        is_of_jax = not isinstance(error, CheckpointError | RecursionError)
-        for leaf_path, leaf in iter_leaves(tree()) if is_of_jax else ():
-            try:
-                if is_jax_array(leaf):
-                    leaf.block_until_ready()
-            except RuntimeError:
-                why = "it was deleted or donated meanwhile, or its computation failed"
-                error.add_note(f"{show_path(leaf_path)}, saved to {path}, has no value: {why}")
-                break
+        if "deleted" in str(error):  # never wait for an array here: another process may be gone
+            lost = (show_path(at) for at, leaf in iter_leaves(tree()) if is_jax_array(leaf) and leaf.is_deleted())
+            error.add_note(f"{next(lost, 'an array')}, saved to {path}, was deleted or donated meanwhile")
         raise
 
 

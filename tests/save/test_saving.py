@@ -151,7 +151,7 @@ def test_an_array_that_is_deleted_while_it_is_saved(
     monkeypatch.setattr("flax_ckpt_compat._trees.depth.check", lambda *_: array.delete())
     with pytest.raises(RuntimeError, match="deleted") as caught:
         ours.save_checkpoint(tmp_path, {"a": jnp.ones(2), "inner": {"leaf": array}}, 1)
-    assert f"inner/leaf, saved to {tmp_path}/checkpoint_1, has no value" in caught.value.__notes__[-1]
+    assert f"inner/leaf, saved to {tmp_path}/checkpoint_1, was deleted" in caught.value.__notes__[-1]
     assert names(tmp_path) == []
 
 
