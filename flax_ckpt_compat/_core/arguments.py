@@ -32,10 +32,7 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
         raise ArgumentError(f"{name} must be {expected}, {found(value)}")
     jax = sys.modules.get("jax")  # a tracer implies that it is loaded
     if jax is not None and isinstance(value, jax.core.Tracer):
-        raise ArgumentError(
-            f"{name} has no value yet, because jax is tracing this function (found {value!r:.100}); call this outside "
-            "of jit and other transformations"
-        )
+        raise ArgumentError(f"{name} has no value while jax traces a function; call this outside of jit and the like")
     try:
         item = value.item()
     except RuntimeError as error:  # of a jax array that was deleted or donated
