@@ -220,12 +220,11 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
     if missing or extra:
         parts = [f"not in the checkpoint: {one_line(missing)}"] if missing else []
         parts += [f"not in the target: {one_line(extra)}"] if extra else []
-        raise MissingLeavesError(
+        message = (
             f"{path}: the target does not have the leaves of the checkpoint ({'; '.join(parts)}); pass the state that "
-            "was saved, or transforms= that map the checkpoint to this target",
-            path=path,
-            missing=tuple(missing),
+            "was saved, or transforms= that map the checkpoint to this target"
         )
+        raise MissingLeavesError(message, path=path, leaf=next(iter(missing), None), missing=tuple(missing))
     return stored_trees.with_containers_of(tree, target)
 
 

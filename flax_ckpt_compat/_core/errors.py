@@ -105,9 +105,7 @@ class MissingLeavesError(CheckpointError, ValueError):
         missing: every missing key path, joined with ``/``.
     """
 
-    def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = ()):
-        super().__init__(sanitize(message, path, *missing), path=path, leaf=missing[0] if missing else None)
-        self.missing = missing
+    missing: tuple[str, ...] = ()
 
 
 class UnusedLeavesError(CheckpointError, ValueError):

@@ -186,6 +186,6 @@ class Checkpoint(_Shown):
             names = [show_path(path) for path, _ in iter_leaves(self._root)]
             near = {path: ", ".join(nearest(path, names)) or "nothing like it" for path in missing[:MAX_SHOWN]}
             rows = [Row((path,), (near.get(path, ""),)) for path in missing]
-            title = f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():"
-            raise MissingLeavesError("\n".join([title, *listed(rows)]), path=self.path, missing=missing)
+            lines = [f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():", *listed(rows)]
+            raise MissingLeavesError("\n".join(lines), path=self.path, leaf=missing[0], missing=missing)
         return from_leaves(leaves, self._root)  # a sequence with gaps becomes a dict of the indices
