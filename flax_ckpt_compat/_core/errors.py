@@ -206,7 +206,7 @@ class CleanupError(StorageError):
 
 
 class ConcurrentWriteError(StorageError):
-    """Another process writes, has written, or removes the same checkpoint of an object store; this one is not saved."""
+    """Another process writes or has written the same checkpoint of a store, or removes this one: it is not there."""
 
 
 def is_of_handler(error: BaseException) -> bool:
