@@ -1,12 +1,8 @@
 r"""Find nodes of trees by patterns, and move and replace them.
 
-Patterns are regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``.
-
-A pattern matches whole names, never a part of one. Rules that take *places* (``drop``, ``move``, ``from_target``, …)
-match it with the whole key path of a subtree or leaf (`select`); rules that change *names or arrays* wherever they are
-(``rename``, ``stack``, ``cast``, …) find it anywhere in a key path, from the root if it begins with ``^`` (`Names`,
-`below`).
-"""
+Rules that take *places* (``drop``, ``move``, ``from_target``, …) match patterns with whole key paths (`select`); rules
+that change *names or arrays* wherever they are (``rename``, ``stack``, ``cast``, …) find them anywhere in a key path,
+from the root if they begin with ``^`` (`Names`, `below`). See `flax_ckpt_compat.rules`."""
 
 from __future__ import annotations
 
@@ -26,6 +22,12 @@ _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
 
 Replacement = str | Callable[[re.Match[str]], str]
 Fill = Callable[[re.Match[str]], str]
+
+
+def misfit(path: Path, problem: str) -> TransformError:
+    """Return the error for what is at a key path."""
+    shown = show_path(path)
+    return TransformError(f"{shown} {problem}", leaf=shown)
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -208,9 +210,7 @@ def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
         return node
     was = Branch({}) if stored is None else stored
     if not isinstance(was, Branch):
-        leaf = show_path(path[:depth])
-        problem = f"stored {leaf} is a leaf, but {show_path(path)} lies below; move or drop it first"
-        raise TransformError(problem, leaf=leaf)
+        raise misfit(path[:depth], f"is a leaf, but {show_path(path)} lies below; move or drop it first")
     child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
     return Branch({**was.children, path[depth]: child}, was.container, was.int_keys, was.type_name)
 

@@ -18,19 +18,13 @@ import numpy as np
 from flax_ckpt_compat._core.dtypes import dtype_name
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.location import as_text
-from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat.rules import _nodes
 
 _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
 OpenTree = Callable[[str, Any, str], tuple[str, Node]]
 Apply = Callable[..., Node]
-
-
-def misfit(path: Path, problem: str) -> TransformError:
-    """Return the error for what is at a key path."""
-    shown = show_path(path)
-    return TransformError(f"{shown} {problem}", leaf=shown)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
@@ -18,12 +17,11 @@ from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, is_jax_array, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, is_key
 from flax_ckpt_compat.rules import _nodes
-from flax_ckpt_compat.rules._rule import Trees, misfit, rule
+from flax_ckpt_compat.rules._rule import Trees, rule
 
 Array = LeafHandle | Derived
 Change = Callable[[Any, str, Node], Node]  # of a leaf, its key path as text, and the target's node there
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
-_finfo: Any = ml_dtypes.finfo  # which has no types
 
 
 def describe(node: Node) -> str:
@@ -45,7 +43,7 @@ def fitting(path: Path, leaf: Node) -> Iterator[None]:
     except TransformError:  # which names another leaf
         raise
     except (ValueError, IndexError) as error:
-        raise misfit(path, f"is {describe(leaf)}: {error}") from error
+        raise _nodes.misfit(path, f"is {describe(leaf)}: {error}") from error
 
 
 def each_leaf(
@@ -430,8 +428,8 @@ def _unheld(value: Any, result: Any) -> Any:
         return (same != value) | ((result < 0) != (value < 0))
     bad = np.isfinite(value) != np.isfinite(same)
     if result.dtype.kind == "V" and not np.isnan(np.float32(np.nan).astype(result.dtype)):
-        # Narrow floats without NaN saturate at their largest value.
-        bad |= np.abs(value.astype(np.float64)) > float(_finfo(result.dtype).max)
+        # Narrow floats without NaN saturate at their largest value, as infinity does.
+        bad |= np.abs(value.astype(np.float64)) > float(np.float32(np.inf).astype(result.dtype))
     return bad | (np.isnan(value) != np.isnan(same))
 
 

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array
 from flax_ckpt_compat.rules import _nodes
-from flax_ckpt_compat.rules._rule import Trees, misfit, rule
+from flax_ckpt_compat.rules._rule import Trees, rule
 from flax_ckpt_compat.rules.arrays import axis_of, axis_slice, describe, fitting
 
 
@@ -44,7 +44,7 @@ def stack(trees: Trees, pattern: str, into: str, axis: int = 0, first: int = 0) 
             wrong = next(path for path, number in zip(order, itertools.count(first)) if numbers[path] != number)
             found = one_line(text if len(text) < 20 else f"{text[:9]}…" for text in texts.values())
             expected = f"expected consecutive ones from first={first} on, each once; match only one row of them"
-            raise misfit(wrong, f"is one of {show_path(place)} with numbers {found}, {expected}")
+            raise _nodes.misfit(wrong, f"is one of {show_path(place)} with numbers {found}, {expected}")
         return order
 
     def widened(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -161,18 +161,6 @@ def _joining(trees: Trees, pattern: str, into: str, row: Callable[[Path, Nodes],
     array and returns the axis on which the arrays are concatenated, and the shape that it has then."""
     levels = _nodes.new_names(into)
 
-    def joined(tree: Node, place: Path, nodes: Nodes) -> Changed:
-        paths = row(place, nodes)
-        for below, leaf in _join(tree, paths, part):
-            yield (*paths[0], *below), [((*place, *levels, *below), leaf)]
-            yield from (((*path, *below), ()) for path in paths[1:])
-
-    return _inner_first(trees, pattern, joined)
-
-
-def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Node]]:
-    """Yield the leaves below several nodes, each joined with those of the others, with their key paths below them."""
-
     def kind(path: Path, leaf: Node) -> Any:
         if is_array(leaf):
             with fitting(path, leaf):
@@ -180,21 +168,26 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
             return leaf.dtype, shape[:at], shape[at + 1 :]
         if _has_no_value(leaf):
             return describe(leaf)
-        raise misfit(path, f"is {describe(leaf)}, expected an array; move it or drop it first")
+        raise _nodes.misfit(path, f"is {describe(leaf)}, expected an array; move it or drop it first")
 
-    nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
-    for below in dict.fromkeys(path for node in nodes for path in node):
-        full = [(*path, *below) for path in paths]
-        kinds = [kind(path, node[below]) if below in node else None for path, node in zip(full, nodes, strict=True)]
-        usual = max(dict.fromkeys(kinds), key=kinds.count)
-        for path, one in zip(full, kinds, strict=True):
-            if one != usual:
-                is_there = one is not None or node_at(tree, path) is not None
-                text = describe(node_at(tree, path)) if is_there else "not there"
-                like = show_path(full[kinds.index(usual)])
-                raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
-        leaves = [node[below] for node in nodes]
-        yield below, _concatenated(leaves, part) if is_array(leaves[0]) else leaves[0]
+    def joined(tree: Node, place: Path, nodes: Nodes) -> Changed:
+        paths = row(place, nodes)
+        leaves = [dict(iter_leaves(node_at(tree, path))) for path in paths]
+        for below in dict.fromkeys(path for one in leaves for path in one):
+            full = [(*path, *below) for path in paths]
+            kinds = [kind(path, one[below]) if below in one else None for path, one in zip(full, leaves, strict=True)]
+            usual = max(dict.fromkeys(kinds), key=kinds.count)
+            for path, one in zip(full, kinds, strict=True):
+                if one != usual:
+                    is_there = one is not None or node_at(tree, path) is not None
+                    text = describe(node_at(tree, path)) if is_there else "not there"
+                    like = show_path(full[kinds.index(usual)])
+                    raise _nodes.misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
+            rows = [one[below] for one in leaves]
+            yield full[0], [((*place, *levels, *below), _concatenated(rows, part) if is_array(rows[0]) else rows[0])]
+            yield from ((path, ()) for path in full[1:])
+
+    return _inner_first(trees, pattern, joined)
 
 
 def _concatenated(leaves: list[Any], part: Part) -> Derived:

@@ -12,11 +12,11 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.location import as_text
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._nodes import Replacement, prefix_in
-from flax_ckpt_compat.rules._rule import Rule, Trees, applied, misfit, named, rule
+from flax_ckpt_compat.rules._rule import Rule, Trees, applied, named, rule
 
 
 @rule
@@ -64,7 +64,7 @@ def move(trees: Trees, source: str, to: Replacement) -> Node:
             whole tree and drops all else, as in ``move("params", "")``: parameters only, for inference.
     """
     ends = _destinations(trees, source, to)
-    return _moved(trees.stored, ends, drops_rest=() in ends.values())
+    return _moved(trees.stored, {start: [end] for start, end in ends.items()}, drops_rest=() in ends.values())
 
 
 @rule
@@ -77,7 +77,7 @@ def copy(trees: Trees, source: str, to: Replacement) -> Node:
             becomes an array where the target has one: ``copy("step", "opt_state/1/count")`` lets a new schedule go on.
     """
     ends = _destinations(trees, source, to)
-    tree = _moved(trees.stored, ends, stays=True)
+    tree = _moved(trees.stored, {start: [start, end] for start, end in ends.items()})
     for start, end in ends.items():
         if (number := _as_array(node_at(trees.stored, start), node_at(trees.target, end))) is not None:
             tree = _nodes.put(tree, end, number)
@@ -94,15 +94,14 @@ def _destinations(trees: Trees, source: str, to: Replacement) -> dict[Path, Path
     return ends
 
 
-def _moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
-    """Give every leaf at or below some key paths another beginning of its own; if it ``stays``, add a copy there."""
+def _moved(stored: Node, ends: Mapping[Path, Sequence[Path]], *, drops_rest: bool = False) -> Node:
+    """Give every leaf at or below some key paths other beginnings, or none to drop it."""
 
     def new_paths(path: Path) -> list[Path]:
         start = prefix_in(path, ends)
         if start is None:
             return [] if drops_rest else [path]
-        end = ends[start] + path[len(start) :]
-        return [path, end] if stays else [end]
+        return [end + path[len(start) :] for end in ends[start]]
 
     return _nodes.remap(stored, new_paths)
 
@@ -119,8 +118,7 @@ def _as_array(leaf: Node, wanted: Node) -> Derived | None:
 @rule
 def drop(trees: Trees, *patterns: str) -> Node:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``."""
-    dropped = _nodes.select(trees.stored, patterns)
-    return _nodes.remap(trees.stored, lambda path: [path] if prefix_in(path, dropped) is None else [])
+    return _moved(trees.stored, dict.fromkeys(_nodes.select(trees.stored, patterns), ()))
 
 
 @rule
@@ -129,7 +127,7 @@ def wrap(trees: Trees, name: str, at: str = "") -> Node:
 
     ``a/b`` makes two levels. ``at`` is a pattern of whole key paths of subtrees; empty for the whole tree."""
     levels = _nodes.new_names(name)
-    return _moved_children(trees.stored, {start: (*start, *levels) for start in _nodes.select(trees.stored, [at])})
+    return _moved_children(trees.stored, {start: [(*start, *levels)] for start in _nodes.select(trees.stored, [at])})
 
 
 @rule
@@ -137,18 +135,18 @@ def unwrap(trees: Trees, name: str, at: str = "") -> Node:
     """Remove a level, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
     The name is a pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place."""
-    ends: dict[Path, Path] = {}
+    ends: dict[Path, list[Path]] = {}
     for start in _nodes.select(trees.stored, [at]):
         levels = _nodes.select(node_at(trees.stored, start), [name], whose=show_path(start))
-        ends |= {(*start, *level): start for level in levels}
+        ends |= {(*start, *level): [start] for level in levels}
     return _moved_children(trees.stored, ends)
 
 
-def _moved_children(stored: Node, ends: dict[Path, Path]) -> Node:
+def _moved_children(stored: Node, ends: dict[Path, list[Path]]) -> Node:
     for path in ends:
         node = node_at(stored, path)
         if not isinstance(node, Branch) or not node.children:
-            raise misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
+            raise _nodes.misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
     return _moved(stored, ends)
 
 
@@ -159,12 +157,12 @@ def nest(trees: Trees, separator: str = "/", at: str = "") -> Node:
     Names below ``at`` are split, a pattern of whole key paths of subtrees; empty for the whole tree."""
     if not separator:
         raise TransformError("the separator is empty")
-    ends: dict[Path, Path] = {}
+    ends: dict[Path, list[Path]] = {}
     for start in _nodes.select(trees.stored, [at]):
         for path, _ in iter_leaves(node_at(trees.stored, start)):
             if any(separator in name for name in path):
                 parts = (part for name in path for part in filter(None, name.split(separator)))
-                ends[(*start, *path)] = (*start, *parts)
+                ends[(*start, *path)] = [(*start, *parts)]
     if not ends:
         near = _nodes.near_names(separator, trees.stored)
         raise TransformError(f"no name in the checkpoint has {separator!r} in it; {near}")
@@ -209,8 +207,8 @@ def from_checkpoint(
     for one in transforms:
         other = one.apply_to(other, target, open_tree)
     whole, whose = (other, located) if target is None else (target, "the target")
-    for place in _nodes.select(whole, patterns, whose=whose):
-        found = [*_nodes.paths_of(other, joined(place))]
+    for place, match in _nodes.select(whole, patterns, whose=whose).items():
+        found = [*_nodes.paths_of(other, match[0])]
         if place not in found and len(found) != 1:
             shown = show_path(place)
             problem = f"{located} has no {shown}; {_nodes.near_names(shown, other)}"

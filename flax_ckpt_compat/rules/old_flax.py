@@ -7,7 +7,7 @@ from flax_ckpt_compat._core.numbered_names import linen_names
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _nodes
-from flax_ckpt_compat.rules._rule import Trees, misfit, rule
+from flax_ckpt_compat.rules._rule import Trees, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
 _MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
@@ -24,7 +24,7 @@ def pre_linen(trees: Trees, at: str = "params") -> Node:
         modules = iter_branches(node_at(trees.stored, start), start)
         found = {path: linen_names(module.children) for path, module in modules}
         if all(name == other for names in found.values() for name, other in names.items()):
-            raise misfit(start, "has names that are linen's already; leave the rule out")
+            raise _nodes.misfit(start, "has names that are linen's already; leave the rule out")
         new |= found
 
     def renamed(path: Path) -> Path:
@@ -84,10 +84,8 @@ def _optimizer(stored: Node) -> Path:
     for start in ((), ("optimizer",)):
         if all(isinstance(node_at(stored, (*start, name)), Branch) for name in ("target", "state")):
             return start
-    raise TransformError(
-        "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
-        f"{_nodes.near_names('optimizer/target', stored)}"
-    )
+    why = _nodes.near_names("optimizer/target", stored)
+    raise TransformError(f"the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; {why}")
 
 
 def _moment_paths(
@@ -105,5 +103,5 @@ def _moment_paths(
     if len(places) > 1:
         states = show_path(path[: path.index("param_states") + 1])
         remedy = f"to begin these anew, rules.drop({states!r}) before this rule, and from_target for them"
-        raise misfit(path, f"would fit in {one_line(map(show_path, places))}; {remedy}")
+        raise _nodes.misfit(path, f"would fit in {one_line(map(show_path, places))}; {remedy}")
     return [(*place, *parameter) for place in places]

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 from flax_ckpt_compat.rules import _nodes
-from flax_ckpt_compat.rules._rule import Trees, misfit, rule
+from flax_ckpt_compat.rules._rule import Trees, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
 _FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
@@ -55,9 +55,9 @@ def optimizer_state(
     start = _nodes.only_place(stored, at if stored_at is None else stored_at, "the checkpoint")
     own, old = node_at(target, at_path), node_at(stored, start)
     part = () if subtree is None else _nodes.new_names(subtree)
-    is_ours, is_theirs = (bool(_holders(node, part)) for node in (own, old))
-    if part and is_ours == is_theirs:
-        raise misfit(part, f"is below the moments of {'both states; omit subtree=' if is_ours else 'neither state'}")
+    has, had = (bool(_holders(node, part)) for node in (own, old))
+    if part and has == had:
+        raise _nodes.misfit(part, f"is below the moments of {'both states; omit subtree=' if has else 'neither state'}")
     wanted, branches = sorted(_target_states(at_path, own), key=_State.order), list(iter_branches(old))
     taken: dict[Path, Node] = {}
     for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
