@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,9 +27,6 @@ from flax_ckpt_compat.transforms import restore_args
 from flax_ckpt_compat.transforms._resolve import Entry, Leaves, Transforms, call_multi_value_fn, call_value_fn
 
 _log = logging.getLogger("flax_ckpt_compat")
-
-# Key path and leaf of the target → its source; None for the checkpoint's leaf of the same path.
-Choose = Callable[[Path, Any], LeafHandle | Derived | Own | None]
 
 
 class TransformSpec:
@@ -94,9 +91,11 @@ class TransformSpec:
                 if error.path is not None:  # of another checkpoint
                     raise
                 raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
+        if begun := names.begun_anew(self.rules, tree, target):
+            _log.warning("%s: %s", path, begun)
         return tree
 
-    def chooser(self, tree: Node) -> Choose | None:
+    def chooser(self, tree: Node) -> _Chooser | None:
         """Return the function that chooses a source for each target leaf, or None without transforms."""
         return _Chooser(tree, self._transforms, self._default_to_original) if self._is_active else None
 
@@ -176,7 +175,7 @@ def _explain_unmatched(transforms: Transforms, wanted: Iterable[Path]) -> str:
 
 
 class _Chooser:
-    """Resolver of Orbax's transforms against one checkpoint; called with a target leaf's key path and the leaf."""
+    """Resolver of Orbax's transforms: key path and leaf of the target → its source; None for the stored one there."""
 
     def __init__(self, tree: Node, given: Transforms, default_to_original: bool):
         self._tree, self._given, self._default_to_original = tree, given, default_to_original

@@ -1,8 +1,7 @@
 r"""Find nodes of trees by patterns, and move and replace them.
 
-Rules that take *places* (``drop``, ``move``, ``from_target``, …) match patterns with whole key paths (`select`); rules
-that change *names or arrays* wherever they are (``rename``, ``stack``, ``cast``, …) find them anywhere in a key path,
-from the root if they begin with ``^`` (`Names`, `below`). See `flax_ckpt_compat.rules`."""
+Rules that take *places* (``drop``, ``at=``, …) match patterns with whole key paths (`select`); those that change *names
+or arrays* (``rename``, ``stack``, ``cast``, …) find them anywhere, from the root if they begin with ``^`` (`Names`)."""
 
 from __future__ import annotations
 

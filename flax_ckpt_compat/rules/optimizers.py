@@ -29,10 +29,10 @@ def optimizer_state(
     """Carry over the optimizer's state of parameters that still exist; others keep the target's.
 
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
-    them now: ``adam`` ↔ ``chain(clip, adam)``, ``masked``, ``multi_transform``, ``MultiSteps``. Renamed parameters need
-    a `rename` before this rule. A state is carried over only if some of its parameters exist, so that no count comes
-    without its moments; of a parameter, all moments are, or none if one of them has another shape (``novograd`` keeps
-    one number where ``adam`` keeps an array).
+    them now: ``adam`` ↔ ``chain(clip, adam)``, ``masked``, ``multi_transform``, ``MultiSteps``. Rules that change names
+    or shapes go before this one and match moments, too; a warning names parameters that come without theirs. A state is
+    carried over only if some of its parameters exist, so that no count comes without its moments; of a parameter, all
+    moments are, or none if one of them has another shape (``novograd`` keeps a number where ``adam`` has an array).
 
     Of several states that fit the same parameters, the one with the same names in its path is used (``gen``, ``disc``),
     and never that of another such name; order decides only among members of a chain. An ambiguous match is an error.
@@ -58,7 +58,7 @@ def optimizer_state(
     has, had = (bool(_holders(node, part)) for node in (own, old))
     if part and has == had:
         raise _nodes.misfit(part, f"is below the moments of {'both states; omit subtree=' if has else 'neither state'}")
-    wanted, branches = sorted(_target_states(at_path, own), key=_State.order), list(iter_branches(old))
+    wanted, branches = sorted(target_states(at_path, own), key=_State.order), list(iter_branches(old))
     taken: dict[Path, Node] = {}
     for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
         group = [state for state in wanted if state.node.children.keys() == fields]
@@ -200,7 +200,7 @@ def _given(stored: Node, at_path: Path, start: Path) -> dict[Path, LeafHandle | 
     return given
 
 
-def _target_states(root: Path, own: Node) -> Iterator[_State]:
+def target_states(root: Path, own: Node) -> Iterator[_State]:
     """Yield the states in the target: its namedtuples, or, without any, nodes with optax's field names."""
     nodes = {path: branch for path, branch in iter_branches(own) if branch.children}
     tuples = [path for path, branch in nodes.items() if branch.container is Container.NAMEDTUPLE]

@@ -378,18 +378,13 @@ def test_stack_is_numpys(tree: dict[str, Any], number: int, data: Any) -> None:
     axis = data.draw(st.integers(-least - 1, least))
     all_layers = [{name: np.roll(array, shift) for name, array in tree.items()} for shift in range(number)]
     mixed = dict(data.draw(st.permutations(list(layers(all_layers, first).items()))))
-    whole = {
-        "x": {
-            "layers": {
-                name: np.stack([layer[name] for layer in all_layers], axis).astype(array.dtype, order="C")
-                for name, array in tree.items()
-            }
-        }
+    stacked = {
+        name: np.stack([layer[name] for layer in all_layers], axis).astype(array.dtype, order="C")
+        for name, array in tree.items()
     }
-    stack, unstack = (
-        rules.stack(r"layer_(\d+)", "layers", axis, first),
-        rules.unstack("layers", "layer_{}", axis, first),
-    )
+    whole = {"x": {"layers": stacked}}
+    stack = rules.stack(r"layer_(\d+)", "layers", axis, first)
+    unstack = rules.unstack("layers", "layer_{}", axis, first)
     same(applied({"x": mixed}, stack), flat(whole))
     same(applied({"x": mixed}, stack, unstack), flat({"x": layers(all_layers, first)}))
     same(applied(whole, unstack), flat({"x": layers(all_layers, first)}))

@@ -93,6 +93,7 @@ MASKED = optax.masked(ADAM, {"Dense_0": True, "head": False})
 LIKE_ADAM = optax.scale_by_adam()
 COUNTS = LIKE_ADAM._replace(init=lambda params: LIKE_ADAM.init(params)._replace(count=jnp.zeros(2)))
 CHANGED = {"Dense_0": PARAMS["Dense_0"], "head": {"kernel": np.ones((3, 100))}, "extra": {"kernel": np.ones(5)}}
+RULE = rules.optimizer_state()
 RENAMED = {"encoder": PARAMS["Dense_0"], "head": PARAMS["head"]}
 NUMBER_AND_ARRAY = {"scale": np.float32(1), "kernel": np.ones((2, 3), np.float32)}
 SAME = [
@@ -144,7 +145,7 @@ MIGRATIONS: dict[str, tuple[Any, Any, Callable[[str], list[str]]]] = {
 }
 NEW_PARAMS = {"new, gone and changed parameters": CHANGED, "renamed": RENAMED}
 RULES = {
-    "renamed": [rules.rename("Dense_0", "encoder"), rules.optimizer_state()],
+    "renamed": [rules.rename("Dense_0", "encoder"), RULE],
     "elsewhere before": [rules.move("opt_state", "tx"), rules.optimizer_state(stored_at="tx")],
 }
 
@@ -214,6 +215,20 @@ def by_label(one: Any, labels: str) -> Any:
     return optax.multi_transform(dict.fromkeys(labels, one), dict(zip("wb", labels, strict=True)))
 
 
+RENAME = rules.rename("Dense_0", "encoder")
+PARAMS_ALONE = [rules.rename("^params/Dense_0", "params/encoder"), {"params/encoder": "params/Dense_0"}]
+
+
+@pytest.mark.parametrize("steps", [[RENAME, RULE], [RULE, RENAME], *([one, RULE] for one in PARAMS_ALONE)], ids=str)
+def test_parameters_without_their_moments_are_told(steps: Any, flag: bool, tmp_path: Path, caplog: Any) -> None:
+    """Those that a rule renames too late, or alone, are named; new ones, whose moments begin anew as well, are not."""
+    path = written({"params": PARAMS, "opt_state": trained(ADAM)}, flag, tmp_path)
+    params = {**RENAMED, "new": {"kernel": np.ones(2, np.float32)}}
+    restored(path, {"params": params, "opt_state": ADAM.init(params)}, rules.from_target(".*/new"), *steps)
+    told = re.findall("others: (.*); if they are stored", caplog.text)
+    assert told == ["params/encoder/bias, params/encoder/kernel"] * (steps[0] != RENAME)
+
+
 GEN_DISC = {"gen": numbered(1), "disc": numbered(2)}
 # Old and new states, and which number the leaves have then whose names begin so, NaN for any; all others are the
 # target's own.
@@ -274,7 +289,6 @@ def test_whose_moments_are_whose(name: str, flag: bool, tmp_path: Path) -> None:
 
 
 KERNELS = {"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float32)}
-RULE = rules.optimizer_state()
 REFUSED: list[tuple[Any, Any, rules.Rule, str]] = [
     (GEN_DISC, fresh(), RULE, r"equally well.*optimizer_state\(.*opt_state/(gen|disc)'.*opt_state/(?!\1)(gen|disc)'"),
     (numbered(1), fresh(optax.chain(ADAM, ADAM)), RULE, "equally well"),
