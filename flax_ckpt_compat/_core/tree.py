@@ -201,11 +201,10 @@ def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
 
 def topmost(node: Node, paths: Set[Path], path: Path = ()) -> Iterator[Path]:
     """Yield the key paths of the topmost nodes below the root with all their leaves in ``paths``."""
-    leaves = [(*path, *rest) for rest, _ in iter_leaves(node)]
-    count = sum(leaf in paths for leaf in leaves)
-    if count == len(leaves) and path:
+    leaves = {leaf for leaf, _ in iter_leaves(node, path)} if paths else paths
+    if path and leaves <= paths:
         yield path
-    elif count and isinstance(node, Branch):
+    elif isinstance(node, Branch) and not leaves.isdisjoint(paths):
         for name, child in node.children.items():
             yield from topmost(child, paths, (*path, name))
 
@@ -234,7 +233,8 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[
     for path, leaf in leaves.items():
         node: Node = root
         for name in path[:-1]:
-            node = node.children.setdefault(name, Branch({})) if isinstance(node, Branch) else node
+            if isinstance(node, Branch):
+                node = node.children[name] if name in node.children else node.children.setdefault(name, Branch({}))
         if not path or not isinstance(node, Branch) or path[-1] in node.children:
             shown = show_path(path)
             raise NameCollisionError(f"{shown} would be two leaves, or lie below a leaf or above one", leaf=shown)
@@ -250,7 +250,7 @@ def _in_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: P
     children = {name: child for name, (child, _) in found.items()}
     olds = {old[:-1] for name, (_, old) in found.items() if old and old[-1] == name}
     old = olds.pop() if len(olds) == 1 else None
-    places = [node_at(like, place) for place in (old, path) if place is not None]
+    places = [node_at(like, place) for place in dict.fromkeys((old, path)) if place is not None]
     for was in places:
         if isinstance(was, Branch) and children.keys() == was.children.keys():
             return Branch(children, was.container, was.int_keys, was.type_name), old

@@ -67,14 +67,15 @@ def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
 
 
 class Names:
-    """Patterns of whole names anywhere in a key path. A search for each of many names would take long."""
+    """Patterns of whole names anywhere in a key path. Plain text is looked up: many searches would take long."""
 
     def __init__(self, patterns: Iterable[str]):
         """Compile them; raise TransformError as `compiled` does."""
         texts = list(patterns)
         self.compiled = [whole_names(text) for text in texts]
-        self._plain = {text: n for n, text in enumerate(texts) if text == literal(text) and "/" not in text}
+        self._plain = {text: n for n, text in enumerate(texts) if text == literal(text)}
         self._searched = [n for n, text in enumerate(texts) if text not in self._plain]
+        self._lengths = {text.count("/") + 1 for text in self._plain}
 
     def matches(self, path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
         """Find the matches in a key path, from left to right without overlaps.
@@ -84,9 +85,11 @@ class Names:
         character, at which no match begins or ends."""
         text = joined(path)
         able = [number for number in self._searched if self.compiled[number].search(text)]
-        if not able and self._plain.keys().isdisjoint(path):
+        parts = text.split("/")
+        some = ("/".join(parts[start : start + length]) for length in self._lengths for start in range(len(parts)))
+        able = sorted({*able, *(self._plain[one] for one in some if one in self._plain)})
+        if not able:
             return
-        able = sorted({*able, *(self._plain[name] for name in path if name in self._plain)})
         starts = [0, *itertools.accumulate(len(name) + 1 for name in path)]
         ends = {start - 1: number for number, start in enumerate(starts)}
         first = 0
@@ -175,7 +178,7 @@ def near_names(wanted: str, tree: Node) -> str:
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
     """Give every leaf new key paths, or none to drop it; see `rebuild`."""
-    return rebuild(stored, lambda path, leaf: ((new, leaf) for new in new_paths(path)))
+    return rebuild(stored, lambda path, leaf: [(new, leaf) for new in new_paths(path)])
 
 
 def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:

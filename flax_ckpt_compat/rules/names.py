@@ -40,8 +40,7 @@ def rename(trees: Trees, pattern: str | Mapping[str, Replacement], replacement: 
     unmatched = dict(enumerate(given))
 
     def renamed(path: Path) -> tuple[Path]:
-        new: list[str] = []
-        done = 0
+        new, done = list[str](), 0
         for number, first, after, match in names.matches(path):
             unmatched.pop(number, None)
             new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
