@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from flax_ckpt_compat._core import memory
@@ -15,8 +15,9 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._suggest import features, layouts, proposals
-from flax_ckpt_compat._suggest.features import EMPTY, MOMENTS, Look, Roles, bare, core, fits, look, natural, unnumbered
+from flax_ckpt_compat._suggest.features import EMPTY, MOMENTS, Look, Roles, bare, core, look, natural, unnumbered
 from flax_ckpt_compat._suggest.layouts import ProposedRule
+from flax_ckpt_compat._suggest.proposals import Pairing, State
 from flax_ckpt_compat._trees.leaf_sources import Derived, handles_of
 from flax_ckpt_compat.rules import Rule
 
@@ -63,10 +64,9 @@ class Suggestion:
         for step in self.steps:
             # A name with a line break must not become a line of Python.
             reason = printable(step.reason, one_line=True)
-            if step.keeps:  # pasted as it is, it must not leave stored values behind
-                lines.append(f"    # {step.rule},  # to keep the target's own: {reason}")
-            else:
-                lines.append(f"    {step.rule},  # {reason}")
+            # What keeps values must not, pasted as it is, leave stored ones behind.
+            mark, why = ("# ", "to keep the target's own: ") if step.keeps else ("", "")
+            lines.append(f"    {mark}{step.rule},  # {why}{reason}")
         return "\n".join([*lines, "]"])
 
 
@@ -78,7 +78,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.
-    stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
+    stored, target = _in_order(stored), _in_order(target)
     pairing = proposals.Pairing(target)
     first = pairing.start(stored)
     lacking = len(pairing.missing(first))
@@ -88,10 +88,9 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     for prelude in proposals.preludes(pairing, stored, first.looks):
         first = pairing.tried(first, [prelude]) or first
     # What these steps name anew is judged by its new name, and shown by that of the checkpoint.
-    shown = {path: handles[0].path for path, leaf in iter_leaves(first.tree) if (handles := handles_of(leaf))}
-    stored = map_leaves(_here, first.tree)
-    first = dataclasses.replace(first, tree=stored)
-    begun = [first, *filter(None, (pairing.tried(first, [step]) for step in proposals.collections(pairing, stored)))]
+    stored, first = first.tree, dataclasses.replace(first, tree=map_leaves(_here, first.tree))
+    collections = proposals.collections(pairing, first.tree)
+    begun = [first, *filter(None, (pairing.tried(first, [step]) for step in collections))]
     if lacking <= _MANY and (matched := pairing.leftovers(first)).matched > first.matched:
         begun.insert(0, matched)
     found = [pairing.laid_out(pairing.paired(state)) for state in begun]
@@ -102,7 +101,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
         if state.matched == most and all(one.doubts for one in made):
             state = proposals.finished(pairing, state)
             remaining = pairing.missing(state)
-            steps, against = _judged(_Outcome(stored, target, state.tree, shown), state.steps, remaining)
+            steps, against = _judged(_Outcome(stored, first, pairing, state), state.steps, remaining)
             sentences = tuple(printable(doubt, one_line=True) for doubt in against)
             if len(remaining) <= lacking / 2:
                 made.append(Suggestion(steps, tuple(map(show_path, remaining)), sentences))
@@ -116,35 +115,34 @@ def _here(path: Path, leaf: Any) -> Any:
     return dataclasses.replace(leaf, path=path) if isinstance(leaf, LeafHandle) and leaf.path != path else leaf
 
 
-def _in_order(node: Branch) -> Branch:
-    """Return the tree with all names in natural order."""
-    names = natural(node.children)
-    children = {name: _in_order(one) if isinstance(one := node.children[name], Branch) else one for name in names}
-    return dataclasses.replace(node, children=children)
+def _in_order(node: Node, path: Path = ()) -> Any:
+    """Return the tree with all names in natural order, and stored leaves `_here`."""
+    if not isinstance(node, Branch):
+        return _here(path, node)
+    children = {name: _in_order(node.children[name], (*path, name)) for name in natural(node.children)}
+    return Branch(children, node.container, node.int_keys, node.type_name)
 
 
 class _Outcome:
     """Effects of rules on a checkpoint: leaves that they use, move, keep initial or leave unused."""
 
-    def __init__(self, stored: Node, target: Node, tree: Node, shown: Mapping[Path, Path]):
-        self.shown = shown  # path in ``stored`` → path in the checkpoint
-        self.had, self.has = Roles(stored), Roles(target)
+    def __init__(self, stored: Node, first: State, pairing: Pairing, state: State):
+        self.shown: Callable[[Path], Path] = lambda path: handles_of(node_at(stored, path))[0].path  # in the checkpoint
+        self.had, self.has = Roles(first.tree), pairing.roles
         is_t5x = isinstance(node_at(stored, ("state", "param_states")), Branch)  # its parameters are in ``target``
         self.collections = {"params", "batch_stats", *(["target"] if is_t5x else ())}
-        self.looks = {path: look(leaf) for path, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)}
+        self.looks = {path: first.looks[path] for path, leaf in iter_leaves(first.tree) if isinstance(leaf, LeafHandle)}
         self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
         self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
         self.restored: list[Path] = []
-        goal = features.flatten(target)
-        for path, leaf in iter_leaves(tree):
-            seen, wanted = look(leaf), goal.get(path, EMPTY)
-            if wanted != EMPTY and seen == features.KEPT:
-                self.kept[path] = wanted
-            elif wanted != EMPTY and fits(seen, wanted):
+        for path, leaf in iter_leaves(state.tree):
+            if path in state.fitting:
                 self._add(path, handles_of(leaf))
+            elif state.looks[path] == features.KEPT and pairing.goal.get(path, EMPTY) != EMPTY:
+                self.kept[path] = pairing.goal[path]
         # Stored path → target path of what went elsewhere as a whole, or to one row: rules that divide or copy say so.
-        whole = {old: news[0] for old, news in self.news.items() if len(set(map(unnumbered, news))) == 1}
+        whole = {old: one[0] for old, one in self.news.items() if len(one) == 1 or len(set(map(unnumbered, one))) == 1}
         self.moved = {old: new for old, new in whole.items() if old != new}
 
     def _add(self, path: Path, sources: Sequence[LeafHandle]) -> None:
@@ -152,10 +150,12 @@ class _Outcome:
             self.unused.pop(source.path, None)
         if sources:
             self.restored.append(path)
-        if len({unnumbered(source.path) for source in sources}) == 1:  # one, or the row of a stack
+        rows = {source.path for source in sources}
+        if len(rows) > 1 and len(set(map(unnumbered, rows))) == 1:  # those of a stack are one
             pairs = zip(sources[0].path, sources[-1].path, strict=True)
-            row = tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)
-            self.looks.setdefault(row, look(sources[0]))
+            rows = {tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)}
+        for row in rows if len(rows) == 1 else ():
+            self.looks[row] = self.looks.get(row) or look(sources[0])
             self.news.setdefault(row, []).append(path)
 
 
@@ -166,8 +166,8 @@ def _judged(
     if lacking:
         return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
     layers, optimizers = _layers(outcome)
-    renamed = (_names(layers), _exchanged(layers), _exchanged(optimizers))
-    judges = (*renamed, _unused(outcome), _optimizers(outcome), _begun(outcome))
+    judges = [_names(layers), _exchanged(layers), _exchanged(optimizers)]
+    judges += [_unused(outcome), _optimizers(outcome), _begun(outcome)]
     own = dict.fromkeys(step.doubt for step in steps if step.doubt)
     # One doubt of each kind says enough.
     against = [*own, *itertools.chain.from_iterable(itertools.islice(judge, 1) for judge in judges)]
@@ -181,10 +181,8 @@ def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:
     looks, ends = {outcome.kept[path] for path in kept}, {path[-1] for path in kept}
     idle = [path for path in outcome.unused if outcome.had.is_optimizer(path) == is_optimizer]
     idle.sort(key=lambda path: (outcome.unused[path] not in looks, path[-1] not in ends))
-    if not idle:
-        return step
-    unused = layouts.listed([outcome.shown[path] for path in idle])
-    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {unused}")
+    unused = layouts.listed([outcome.shown(path) for path in idle])
+    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {unused}") if idle else step
 
 
 def _unused(outcome: _Outcome) -> Iterator[str]:
@@ -201,7 +199,7 @@ def _unused(outcome: _Outcome) -> Iterator[str]:
         if not outcome.had.is_optimizer(path):
             place = places.get((math.prod(seen[0]), seen[1])) or place
         if seen[0] and place is not None:
-            yield f"{show_path(outcome.shown[path])} is not used, and is as large as {show_path(place)}"
+            yield f"{show_path(outcome.shown(path))} is not used, and is as large as {show_path(place)}"
 
 
 def _partners(roles: Roles, path: Path) -> Any:

@@ -147,7 +147,8 @@ class Roles:
 
     def root_of(self, path: Path) -> Path:
         """Return the root of the optimizer's state that a key path is in; () if it is in none."""
-        return next((root for root in self.roots if path[: len(root)] == root), ())
+        found = [root for root in self.roots if path[: len(root)] == root]
+        return found[0] if found else ()
 
     def is_optimizer(self, path: Path) -> bool:
         """Return whether a key path is at or below the root of an optimizer's state."""
@@ -194,38 +195,37 @@ def _holds_more(tree: Branch) -> bool:
 
 
 class SubtreeMemo:
-    """Cache of the contents of subtrees."""
+    """Cache of the contents of subtrees, of which many are equal layers."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Node, Contents, int, int]] = {}  # with the node, so that its id stays its own
-
-    def contents(self, node: Node, name: str = "") -> Contents:
-        """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
-        return self._facts(node, name)[1]
-
-    def print(self, node: Node) -> int:
-        """Return a number that is equal for equal contents."""
-        return self._facts(node)[2]
+        self._named: dict[int, tuple[Node, int]] = {}  # with the node, so that its id stays its own
+        self._contents: dict[tuple[int, str], Contents] = {}
 
     def named(self, node: Node) -> int:
         """Return a number that is equal for equal names, shapes and kinds of all leaves."""
-        return self._facts(node)[3]
-
-    def _facts(self, node: Node, name: str = "") -> tuple[Node, Contents, int, int]:
         if not isinstance(node, Branch):
-            seen = look(node)
-            return node, Counter({(name, seen): 1} if seen != EMPTY else ()), hash(seen), hash(seen)
-        known = self._known.get(id(node))
+            return hash(look(node))
+        known = self._named.get(id(node))
         if known is None:
-            found, named = Counter[tuple[str, Look]](), list[tuple[str, int]]()
-            for own, child in node.children.items():
-                _, inner, _, number = self._facts(child, own)
-                named.append((own, number))
-                for leaf, count in inner.items():
-                    found[leaf] += count
-            hashes = hash(frozenset(found.items())), hash(frozenset(named))
-            known = self._known[id(node)] = (node, found, *hashes)
-        return known
+            number = hash(frozenset([(name, self.named(child)) for name, child in node.children.items()]))
+            known = self._named[id(node)] = (node, number)
+        return known[1]
+
+    def contents(self, node: Node, name: str = "") -> Contents:
+        """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
+        key = (self.named(node), name)
+        if key not in self._contents:
+            found = self._contents[key] = Counter()
+            for own, child in node.children.items() if isinstance(node, Branch) else ((name, node),):
+                if isinstance(child, Branch):
+                    found.update(self.contents(child))
+                elif (seen := look(child)) != EMPTY:
+                    found[own, seen] += 1
+        return self._contents[key]
+
+    def print(self, node: Node) -> int:
+        """Return a number that is equal for equal contents."""
+        return hash(frozenset(self.contents(node).items())) if isinstance(node, Branch) else self.named(node)
 
     def has_arrays(self, node: Node) -> bool:
         """Return whether a subtree holds arrays: numbers and texts alone are too easily confused."""
@@ -256,12 +256,13 @@ def _unnumbered(name: str) -> str:
 def natural(things: Iterable[T], name_of: Callable[[T], str] = str) -> list[T]:
     """Return things in the order of the whole numbers in their names: ``x1.2`` before ``x1.10``."""
 
-    def key(thing: T) -> tuple[list[tuple[float, str]], str]:
-        name = name_of(thing)
-        parts = filter(None, re.split(r"(\d+)", name))
-        return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
+    return sorted(things, key=lambda thing: _in_numbers(name_of(thing)))
 
-    return sorted(things, key=key)
+
+@functools.lru_cache(10_000)
+def _in_numbers(name: str) -> tuple[list[tuple[float, str]], str]:
+    parts = filter(None, re.split(r"(\d+)", name))
+    return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
 
 
 @functools.lru_cache(100_000)
@@ -354,7 +355,8 @@ def core(old: Path, new: Path) -> tuple[Path, Path]:
 
 def same_start(one: Path, other: Path) -> int:
     """Return how many names two key paths have in common before the first that differs."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    unlike = (number for number, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(unlike, min(len(one), len(other)))
 
 
 def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:

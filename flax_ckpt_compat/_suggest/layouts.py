@@ -163,16 +163,16 @@ def steps(arrays: Mapping[Path, LeafHandle], goal: Mapping[Path, Look]) -> Itera
     """Yield the steps for arrays at their places in the target that have its values, in another layout."""
     pairs = {path: (leaf.shape, goal[path][0]) for path, leaf in arrays.items()}
     groups: dict[tuple[bool, Shape], list[Path]] = {}
-    for path, (shape, wanted) in pairs.items():
+    unlike = ((path, *both) for path, both in pairs.items() if both[0] != both[1])
+    for path, shape, wanted in unlike:
         sides, others = ([size for size in one if size != 1] for one in (shape, wanted))
-        orders = turned(shape, wanted)
-        if shape != wanted and sides == others:
+        if sides == others:
             # The length of a vector is that of each array.
             given = tuple(-1 if len(others) == 1 and size != 1 else size for size in wanted)
             groups.setdefault((True, given), []).append(path)
-        elif shape != wanted and orders:
+        elif orders := turned(shape, wanted):
             groups.setdefault((False, orders[0]), []).append(path)
-    names = {path: (bare(leaf.path)[-1], bare(path)[-1]) for path, leaf in arrays.items()}  # before and after the rules
+    names = {path: (bare(leaf.path)[-1], bare(path)[-1]) for path, leaf in arrays.items() if groups}  # before, after
     for (is_reshaped, argument), group in groups.items() if len(groups) <= _MAX_SHAPES else ():
         first, own = group[0], {names[path] for path in group}
         if not is_reshaped and all(is_torch_name(*pair) for pair in own):  # square ones go with the others

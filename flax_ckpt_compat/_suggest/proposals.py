@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,7 +67,7 @@ class Pairing:
                 tree = step.rule.apply(tree, self.target)
             except CheckpointError:
                 return None
-        return self.start(tree, (*state.steps, *steps))
+        return self.start(tree, (*state.steps, *steps)) if steps else state
 
     def missing(self, state: State, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
@@ -74,11 +75,10 @@ class Pairing:
         return [
             path
             for path, seen in self.goal.items()
-            if path[: len(at)] == at
-            and (
-                (path not in have and node_at(state.tree, path) is None)
-                or (seen != EMPTY and not fits(have.get(path, EMPTY), seen))
-            )
+            if path not in state.fitting
+            and path[: len(at)] == at
+            and have.get(path) != KEPT
+            and (seen != EMPTY or (path not in have and node_at(state.tree, path) is None))
         ]
 
     def paired(self, state: State) -> State:
@@ -105,7 +105,7 @@ class Pairing:
         done = set[str]()
         for _ in range(_ROUNDS):
             before = state
-            for group in groups_of(state):
+            for group in groups_of(state) if self.missing(state) else ():
                 steps = [step for step in group if step.rule.source not in done]
                 done.update(step.rule.source for step in steps)
                 after = self.tried(state, steps) if steps else None
@@ -234,15 +234,15 @@ def preludes(pairing: Pairing, stored: Branch, looks: dict[Path, Look]) -> Itera
     if isinstance(optimizer, Branch) and {"target", "state"} <= optimizer.children.keys():
         yield ProposedRule(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
     ours, theirs = ({path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (looks, pairing.goal))
-    yield from _replicated(stored, theirs)
+    yield from _replicated(stored, ours, theirs)
     yield from _nested(ours, theirs)
     yield from _boxes(ours, theirs)
 
 
-def _replicated(stored: Branch, target: dict[Path, Look]) -> Iterator[ProposedRule]:
+def _replicated(stored: Branch, looks: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for a state that was saved with a replica for each device, all of it or most."""
-    arrays = {path: look(leaf) for path, leaf in iter_leaves(stored) if is_array(leaf) or is_key(leaf)}
-    arrays = {path: seen for path, seen in arrays.items() if target.get(path) != seen}
+    others = ((path, leaf) for path, leaf in iter_leaves(stored) if target.get(path) != looks.get(path))
+    arrays = {path: looks[path] for path, leaf in others if is_array(leaf) or is_key(leaf)}
     counts = Counter(shape[0] for shape, _ in arrays.values() if shape).most_common(1)
     many = {path for path, (shape, _) in arrays.items() if shape[:1] == (counts[0][0],)} if counts else set[Path]()
     if not many or not any(len(arrays[path][0]) == 1 for path in many):
@@ -251,16 +251,16 @@ def _replicated(stored: Branch, target: dict[Path, Look]) -> Iterator[ProposedRu
     one = Counter((shape[1:], kind) for shape, kind in map(arrays.__getitem__, many))
     if 2 * (one & wanted).total() > max(wanted.total(), 2 * (Counter(arrays.values()) & wanted).total()):
         places = [joined(path) for path in topmost(stored, many)]
-        whole = len(many) == sum(look(leaf) != EMPTY for _, leaf in iter_leaves(stored))
-        rule = rules.unreplicate() if whole else rules.unreplicate(f"^(?:{either(places)})")
+        rule = rules.unreplicate(*[f"^(?:{either(places)})"] if len(many) < len(looks) else ())
         yield ProposedRule(rule, f"all of it has an axis of {counts[0][0]} replicas more than the target")
 
 
 def _nested(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for names that hold a whole key path, as in torch's state dicts."""
-    modules = {path[start:-1] for path in target for start in (0, 1) if len(path) > start + 1}
+    parted = [path for path in stored if re.search("[/.]", "".join(path))]
+    modules = {path[start:-1] for path in target for start in (0, 1) if parted and len(path) > start + 1}
     for separators in (("/~/", "/"), ("/~/",), ("/",), (".",)):
-        held = [path for path in stored if any(separator in "".join(path) for separator in separators)]
+        held = [path for path in parted if any(separator in "".join(path) for separator in separators)]
         held = [path for path in held if MOMENTS.isdisjoint(path)] or held
         apart = "|".join(map(re.escape, ("\0", *separators)))
         nested = [tuple(re.split(apart, "\0".join(path))) for path in held]
@@ -374,9 +374,10 @@ def _is_longer(stored: Node, target: Node) -> bool:
 def typed_keys(pairing: Pairing, state: State) -> State:
     """Return the state after steps for raw PRNG keys where the target has typed ones."""
     steps = []
-    for path, leaf in iter_leaves(state.tree):
+    for path in state.looks:
         shape, kind = pairing.goal.get(path, EMPTY)
-        if kind != "key" or not is_array(leaf) or (leaf.shape, leaf.dtype) != ((*shape, 2), np.uint32):
+        leaf: Any = node_at(state.tree, path) if kind == "key" else None
+        if not is_array(leaf) or (leaf.shape, leaf.dtype) != ((*shape, 2), np.uint32):
             continue
         if jax.eval_shape(jax.random.key_data, node_at(pairing.target, path)).shape == leaf.shape:  # not rbg's
             steps.append(ProposedRule(rules.wrap_key_data(f"^{literal(joined(path))}$"), "the target has a typed key"))
