@@ -341,7 +341,7 @@ class _Matcher:
         if ours != theirs or isinstance(node_at(self.tree, old), Branch):
             return ours == theirs
         if old[-1] != new[-1]:
-            return _nearness(old, new)[1]
+            return _nearness(old, new)[1] > 0
         # Layers that both trees have are rather transposed than that their weights change places.
         homes = (node_at(self.tree, new[:-1]), node_at(self.target, old[:-1]))
         return len(old) != len(new) or not all(isinstance(home, Branch) for home in homes)
@@ -359,10 +359,11 @@ def leftovers(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeM
         yield from _changes(stored.pairs.items(), stored, {path[:end] for path in right for end in range(len(path))})
 
 
-def _nearness(old: Path, new: Path) -> tuple[int, bool]:
-    """Return how many names two key paths have in common, and whether the others have a word in common."""
-    ours, theirs = features.core(old, new)
-    return len({*unnumbered(old)} & {*unnumbered(new)}), akin("_".join(ours), "_".join(theirs), _NO_WORDS)
+def _nearness(old: Path, new: Path) -> tuple[int, int]:
+    """Return how many names two key paths have in common, and how near the others are: not, alike, by so many words."""
+    ours, theirs = map("_".join, features.core(old, new))
+    words = akin(ours, theirs, _NO_WORDS) and 1 + len((features.words(ours) & features.words(theirs)) - _NO_WORDS)
+    return len({*unnumbered(old)} & {*unnumbered(new)}), words
 
 
 def _changes(pairs: Iterable[Pair], stored: _Matcher, held: Set[Path]) -> Iterator[Change]:

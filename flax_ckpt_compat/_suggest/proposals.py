@@ -288,10 +288,8 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
             ends = {path[-1] for path in inner if path not in outer}
             pattern, names = all_but(ends, {path[-1] for path in inner}) if is_new else ANY, {"value"}
         for name in names if pattern else ():
-            change = (f"({pattern})$", rf"\1/{plain(name)}") if is_new else (f"({pattern})/{literal(name)}$", r"\1")
-            yield ProposedRule(
-                rules.rename(*change), f"the {'target' if is_new else 'checkpoint'} has {name} around arrays"
-            )
+            change = {f"({pattern})$": rf"\1/{plain(name)}"} if is_new else {f"({pattern})/{literal(name)}$": r"\1"}
+            yield rename(change, f"the {'target' if is_new else 'checkpoint'} has {name} around arrays")
             return
 
 

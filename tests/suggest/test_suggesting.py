@@ -210,7 +210,7 @@ def _replicas(tree: Any) -> Any:
 A, B, C = _A.dense(4, 8), _A.dense(8, 16), _A.dense(16, 3)
 LAYERS_0_1_2 = {"Dense_0": A, "Dense_1": B, "Dense_2": C}
 BOXED = mapped(lambda x: {"value": x}, {"fc1": A, "fc2": B, "head": C})
-TWO = {"Dense_0": A, "Dense_1": B}
+TWO, HEADS = {"Dense_0": A, "Dense_1": B}, ("aux", "policy", "value")
 ONE_NORM, OTHER_NORM = ({"scale": np.full(4, n, np.float32)} for n in (1, 2))
 STATS = {"norm": {"mean": _A(8), "var": _A(8)}}
 CONVS = [{"kernel": _A(3, 3, 4, 4), "bias": _A(4)} for _ in range(3)]
@@ -265,7 +265,7 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     "siblings of one shape in another order": (
         {"params": {**TWO, "attn_norm": ONE_NORM, "mlp_norm": OTHER_NORM}},
         {"params": {**TWO, "mlp_norm_x": OTHER_NORM, "norm_of_attn": ONE_NORM}},
-        ["rules.rename('attn_norm', 'norm_of_attn')", "rules.rename('mlp_norm', 'mlp_norm_x')"], "",
+        ["rules.rename('mlp_norm', 'mlp_norm_x')", "rules.rename('attn_norm', 'norm_of_attn')"], "",
     ),
     "a tuple that became a dict": (
         tuple(_state(TWO)[name] for name in ("params", "opt_state", "step")), _state(TWO),
@@ -305,10 +305,10 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
         ["rules.rename({'batch_stats': 'params/batch_stats', 'params': 'params/params'})"], "",
     ),
     "names that become levels": (
-        {"params": {"heads_policy": A, "heads_value": B, "wo_bias": C["bias"], "wo_kernel": C["kernel"]}},
-        {"params": {"heads": {"policy": A, "value": B}, "wo": C}},
-        ["rules.rename('heads_policy', 'heads/policy')", "rules.rename('heads_value', 'heads/value')",
-         "rules.rename('wo_bias', 'wo/bias')", "rules.rename('wo_kernel', 'wo/kernel')"], "",
+        {"params": {**{f"heads_{name}": A for name in HEADS}, "wo_bias": C["bias"], "wo_kernel": C["kernel"]}},
+        {"params": {"heads": dict.fromkeys(HEADS, A), "wo": C}},
+        ["rules.rename('wo_bias', 'wo/bias')", "rules.rename('wo_kernel', 'wo/kernel')",
+         *(f"rules.rename('heads_{name}', 'heads/{name}')" for name in HEADS)], "",
     ),
     "rows that become one": (
         {"params": CONVS_NORMS},
