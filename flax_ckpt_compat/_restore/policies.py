@@ -111,7 +111,10 @@ def _missing_leaves(plan: TreePlan) -> str:
         first = row.members[0].names[0] if row.members else row.names[0]
         size = wanted.get(first)  # None for keys, and for what is no array
         fit = [name for name, shape in held.items() if None in (size, shape) or size == shape]
-        near = nearest(first, fit, () if size is None else unused.intersection(fit))
+        free = set[str]() if size is None else unused.intersection(fit)
+        # What the target takes by its own name is not the missing leaf while another one below the same top is free.
+        left = [name for name in free if name.partition("/")[0] == first.partition("/")[0]]
+        near = nearest(first, left or fit, free)
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import enum
 import heapq
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -113,10 +114,15 @@ def nearest(wanted: str, names: Iterable[str], free: Collection[str] = ()) -> li
         for name, count in shared.items()
         if count == most
     }
-    found = heapq.nlargest(_MAX_COMPARED, alike, key=alike.__getitem__)
+    numbers = re.findall(r"\d+", wanted)
+    same = {name for name in alike if re.findall(r"\d+", name) == numbers}
+    found = heapq.nlargest(_MAX_COMPARED, alike, key=lambda name: (name in same, alike[name]))
     differ_in_one = free if most == len(levels) - 1 > 1 else ()
     akin = [name for name in found if name in differ_in_one or _are_akin(ours, paths[name])]
-    return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
+    # Layers of the same numbers, and then as many levels: an optimizer's moments have more.
+    ranks = {name: (name in same, -abs(len(paths[name]) - len(ours))) for name in akin}
+    best = [name for name in akin if ranks[name] == max(ranks.values())]
+    return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, best, 2, 0.5)]
 
 
 def _are_akin(ours: list[str], theirs: list[str]) -> bool:
