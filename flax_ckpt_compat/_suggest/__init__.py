@@ -25,7 +25,7 @@ __all__ = ["ProposedRule", "Suggestion", "suggest"]
 _MANY = 5000  # missing leaves, above which one way less is tried
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 _Pair = tuple[Path, Path]  # stored, of the target
-# Renamed layers, or single leaves, with the names and looks of their leaves; the name of a single leaf is empty.
+# Renamed modules, or single leaves, with the names and looks of their leaves; the name of a single leaf is empty.
 _Layers = dict[_Pair, set[tuple[str, Look]]]
 
 
@@ -135,28 +135,25 @@ class _Outcome:
         self.unused = dict(self.looks)
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
         self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
-        self.restored: list[Path] = []
+        self.restored: dict[Path, Look] = {}
         for path, leaf in iter_leaves(state.tree):
-            if path in state.fitting:
-                self._add(path, handles_of(leaf))
+            rows = {source.path: source for source in handles_of(leaf)} if path in state.fitting else {}
+            if rows:
+                self.restored[path] = pairing.goal[path]
             elif state.looks[path] == features.KEPT and pairing.goal.get(path, EMPTY) != EMPTY:
                 self.kept[path] = pairing.goal[path]
+            for old in rows:
+                self.unused.pop(old, None)
+            if len(rows) > 1 and len(set(map(unnumbered, rows))) == 1:  # those of a stack are one
+                start, *_, end = rows
+                pairs = zip(start, end, strict=True)
+                rows = {tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs): rows[start]}
+            for old in rows if len(rows) == 1 else ():
+                self.looks[old] = self.looks.get(old) or look(rows[old])
+                self.news.setdefault(old, []).append(path)
         # Stored path → target path of what went elsewhere as a whole, or to one row: rules that divide or copy say so.
         whole = {old: one[0] for old, one in self.news.items() if len(one) == 1 or len(set(map(unnumbered, one))) == 1}
         self.moved = {old: new for old, new in whole.items() if old != new}
-
-    def _add(self, path: Path, sources: Sequence[LeafHandle]) -> None:
-        for source in sources:
-            self.unused.pop(source.path, None)
-        if sources:
-            self.restored.append(path)
-        rows = {source.path for source in sources}
-        if len(rows) > 1 and len(set(map(unnumbered, rows))) == 1:  # those of a stack are one
-            pairs = zip(sources[0].path, sources[-1].path, strict=True)
-            rows = {tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)}
-        for row in rows if len(rows) == 1 else ():
-            self.looks[row] = self.looks.get(row) or look(sources[0])
-            self.news.setdefault(row, []).append(path)
 
 
 def _judged(
@@ -187,13 +184,11 @@ def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:
 
 def _unused(outcome: _Outcome) -> Iterator[str]:
     """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a moved leaf may stand for."""
-    places: dict[Any, Path] = {}
-    for path, (shape, kind) in outcome.kept.items():
-        if not outcome.has.is_optimizer(path):
-            places.setdefault((math.prod(shape), kind), path)
+    initial = [(path, seen) for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)]
+    places: dict[Any, Path] = {(math.prod(shape), kind): path for path, (shape, kind) in reversed(initial)}
     for old, news in outcome.news.items():
         if news != [old]:
-            places.setdefault((_partners(outcome.had, old), outcome.looks[old]), news[0])
+            places.setdefault((_partners(outcome.had, old), outcome.looks[old]), min(news, key=old.__eq__))
     for path, seen in outcome.unused.items():
         place = places.get((_partners(outcome.had, path), seen))
         if not outcome.had.is_optimizer(path):
@@ -203,28 +198,28 @@ def _unused(outcome: _Outcome) -> Iterator[str]:
 
 
 def _partners(roles: Roles, path: Path) -> Any:
-    """Return what leaves that may stand for each other share: the last name; of moments the field and the row."""
+    """Return what leaves that may stand for each other share: the last name; of moments but averages field and row."""
     spot = roles.spot(path)
-    return (spot.field, unnumbered(spot.suffix)) if roles.is_optimizer(path) else bare(path)[-1]
+    return bare(path)[-1] if spot.field in ("", "ema") else (spot.field, unnumbered(spot.suffix))
 
 
 def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
-    """Return the layers and single leaves with other names, and the optimizers, in the order of their old names.
-
-    Layers that linen numbers are among them where they keep their names, because another one may have got a name."""
+    """Return, in the order of old names, modules and leaves with others, modules that stay beside them, optimizers."""
     found: tuple[_Layers, _Layers] = {}, {}
-    counted = {old: old for old in outcome.news if len(old) > 1 and features.BY_FLAX.fullmatch(bare(old)[-2:][0])}
-    moved = counted | outcome.moved if outcome.moved else {}
-    for old, new in natural(moved.items(), lambda pair: joined(pair[0])):
+    for old, new in natural(outcome.moved.items(), lambda pair: joined(pair[0])):
         ends = (outcome.had.root_of(old), outcome.has.root_of(new))
         is_optimizer, name = all(ends), joined(outcome.had.spot(old).suffix)
         if not is_optimizer:
-            ours, theirs = _named(old, outcome.collections), _named(new, outcome.collections)
-            is_leaf = ours[-1] != theirs[-1]
-            ends = (ours, theirs) if is_leaf else (ours[:-1], theirs[:-1])
-            name = "" if is_leaf else ours[-1]
-        if ends[0] != ends[1] or not is_optimizer:
+            ours, theirs = (_named(path, outcome.collections) for path in (old, new))
+            end = features.same_start(ours[::-1], theirs[::-1])
+            ends, name = (ours[: len(ours) - end], theirs[: len(theirs) - end]), joined(ours[len(ours) - end :])
+        if ends[0] != ends[1]:
             found[is_optimizer].setdefault(ends, set()).add((name, outcome.looks[old]))
+    parents = {old[: features.same_start(old, new)] for old, new in found[False]}
+    for path in itertools.filterfalse(outcome.moved.get, outcome.news):
+        kept = _named(path, outcome.collections)
+        for end in (end for end in range(1, len(kept)) if kept[: end - 1] in parents):
+            found[False].setdefault((kept[:end], kept[:end]), set()).add((joined(kept[end:]), outcome.looks[path]))
     return found
 
 
@@ -235,11 +230,12 @@ def _named(path: Path, collections: Set[str]) -> Path:
 
 def _names(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
+    known = {name for pair in layers for path in pair for name in path}
     for (old, new), leaves in layers.items():
         ours, theirs = core(old, new)
         is_digit = any("".join(path).isdecimal() for path in (ours, theirs)) and _COUNTS.isdisjoint((*ours, *theirs))
         is_number = is_digit and any(name == "" and not shape for name, (shape, _) in leaves)
-        if is_number or not features.may_be_one(ours, theirs, leaf=any(name == "" for name, _ in leaves)):
+        if is_number or not features.may_be_one(ours, theirs, known, leaf=any(name == "" for name, _ in leaves)):
             yield f"{show_path(new)} would come from {show_path(old)}, a name that says something else"
     turned = [pair for pair in layers if all(pair) and features.is_torch_name(pair[0][-1], pair[1][-1])]
     shapes = [shape for pair in turned for _, (shape, _) in layers[pair] if len(shape) > 1]
@@ -250,29 +246,32 @@ def _names(layers: _Layers) -> Iterator[str]:
 
 def _exchanged(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for two layers that change places or order, or that neither leaves nor names tell apart."""
-    single = {pair for pair, leaves in layers.items() if any(name == "" for name, _ in leaves)}
-    whole = dict.fromkeys((old[:-1], new[:-1]) if (old, new) in single else (old, new) for old, new in layers)
+    whole = dict.fromkeys(pair for old, new in layers for pair in ((old, new), (old[:-1], new[:-1])))
     for old, new in whole:
         if old != new and (new, old) in whole:
             yield f"{show_path(old)} and {show_path(new)} would change places, and may be transposed instead"
     groups: dict[Any, dict[_Pair, _Pair]] = {}
-    for pair, leaves in layers.items():
-        # One of each change: layers inside of one that is renamed go with it.
-        for key in (frozenset(leaves), (unnumbered(pair[0]), unnumbered(pair[1]))):
-            groups.setdefault(key, {}).setdefault(core(*pair), pair)
+    for (old, new), leaves in layers.items():
+        contents, is_kept = frozenset(leaves), old == new
+        start = len(old) - 1 if is_kept else features.same_start(old, new)
+        is_linen = not is_kept or features.BY_FLAX.fullmatch(old[-1]) is not None
+        # Beside it, of equal contents: the row that it leaves, the one that it gets into, and what linen numbers.
+        rows = (unnumbered(old[start:]), unnumbered(new[start:]), is_linen)
+        others = () if is_kept else (contents, (unnumbered(old), unnumbered(new)))
+        for key in (*((old[:start], row, contents) for row in rows), *others):
+            # One of each change: layers inside of one that is renamed go with it.
+            groups.setdefault(key, {}).setdefault(core(old, new), (old, new))
     neighbours = (itertools.pairwise(group.values()) for group in groups.values())
     for one, other in dict.fromkeys(itertools.chain.from_iterable(neighbours)):
-        renamed = (one[0] != one[1]) + (other[0] != other[1])
-        if renamed > (one[0][:-1] != other[0][:-1]) and not features.told_apart(one, other):
+        if not features.told_apart(one, other):
             yield f"nothing says which of {show_path(one[0])} and {show_path(other[0])} goes where"
 
 
 def _optimizers(outcome: _Outcome) -> Iterator[str]:
     """Yield a doubt for moments that become parameters, or the reverse, and for those that two optimizers get."""
     for old, news in outcome.news.items():
-        had = outcome.had.is_optimizer(old)
         for new in news:
-            if outcome.has.is_optimizer(new) != had and outcome.looks[old][0]:
+            if outcome.has.is_optimizer(new) != outcome.had.is_optimizer(old) and outcome.looks[old][0]:
                 yield f"{show_path(new)} would come from {show_path(old)}, which is an optimizer's"
         fields = [outcome.has.spot(path) for path in news]
         if len(set(fields)) < len(fields) and fields[0].field in MOMENTS:
@@ -280,12 +279,14 @@ def _optimizers(outcome: _Outcome) -> Iterator[str]:
 
 
 def _begun(outcome: _Outcome) -> Iterator[str]:
-    """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
-    restored = outcome.restored
-    fields = {outcome.has.spot(path).field for path in restored if outcome.has.is_optimizer(path)}
-    others = [bare(path) for path in restored if not outcome.has.is_optimizer(path)]
+    """Yield a doubt if a count begins anew although moments do not, a moment, or a layer although others do not."""
+    fields = {outcome.has.spot(path).field for path in outcome.restored if outcome.has.is_optimizer(path)}
+    others = [bare(path) for path in outcome.restored if not outcome.has.is_optimizer(path)]
     trained = {path[start:] for path in others for start in range(len(path))}
-    for path in outcome.kept if fields else ():
+    rows = {(unnumbered(path), seen) for path, seen in outcome.restored.items()}
+    for path, seen in outcome.kept.items():
         spot = outcome.has.spot(path)
-        if spot.field in _COUNTS or (spot.field in fields & MOMENTS and spot.suffix in trained):
+        if (fields and spot.field in _COUNTS) or (spot.field in fields & MOMENTS and spot.suffix in trained):
             yield f"{show_path(path)} would begin anew, although what belongs to it does not"
+        if not spot.field and len(seen[0]) > 1 and (unnumbered(path), seen) in rows:
+            yield f"nothing says whether {show_path(path)} is the layer that is new, or another one of its row"

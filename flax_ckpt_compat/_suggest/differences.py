@@ -232,8 +232,7 @@ class Gap:
         olds = [name for name in self.gone.keys() - dict(pairs).keys() if self.memo.has_arrays(self.gone[name])]
         news = list(self.new.keys() - {new for _, new in pairs})
         shares = {}
-        few = len(olds) * len(news) <= _MAX_PAIRS
-        for old, new in itertools.product(sorted(olds), sorted(news)) if few else ():
+        for old, new in itertools.product(sorted(olds), sorted(news)) if len(olds) * len(news) <= _MAX_PAIRS else ():
             ours, theirs = self.gone[old], self.new[new]
             one, other = self.memo.contents(ours), self.memo.contents(theirs)
             shared = (one & other).total()

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -64,7 +64,7 @@ _CLASSES = _COMPOSITES | {
 }  # fmt: skip
 _NORMS = _set("batch layer group rms instance")
 # In names that linen gives, these belong to the class.
-_OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general local embed")
+_OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general embed")
 COPIES = _set("ema avg average averaged target teacher student shadow slow momentum frozen old")
 # One of them more or less in a name makes it another thing, of which there often are several side by side.
 _TELLING = COPIES | _set(
@@ -74,13 +74,15 @@ _TELLING = COPIES | _set(
     "vision visual speech language start end top bottom adapter lora"
 )
 # Words of the field for one thing.
-_SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
 LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
+_SYNONYMS = LETTERS | {"classifier": "head", "logits": "head", "gate": "router"}
 # Short forms that are no beginning of the word, or also one of another word: ``pos`` is not short for ``post``.
-_SHORT = {
-    "pos": "positi", "out": "output", "in": "input", "fwd": "forward", "bwd": "backward", "img": "image", "txt": "text",
-    "cls": "class", "tok": "token", "neg": "negative", "disc": "discriminator", "up": "upsampl", "down": "downsampl"
-}  # fmt: skip
+_SHORT = _set(
+    "pos-positi out-output fwd-forward bwd-backward img-image txt-text cls-class tok-token neg-negative up-upsampl "
+    "down-downsampl dis-disc dis-discriminator disc-discriminator gen-generator enc-encoder dec-decoder emb-embed "
+    "obs-observation act-action val-value temp-temperature dyn-dynamic pred-predict repr-representation hid-hidden "
+    "lang-language feat-feature mem-memory seq-sequence ref-reference rel-relative abs-absolute loc-location"
+)
 _ALIASES = (
     _WEIGHTS | {"kernel"}, _set("embedding table weight weights w"), _set("scale gamma weight g"),
     _set("bias beta b offset")
@@ -313,36 +315,29 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
         kind = f"{min(found & _NORMS)} norm"
         found -= _NORMS
     found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
-    longer = frozenset(word for word in found if len(word) > 1 or word in LETTERS)
+    longer = frozenset(word for word in found if len(word) > 1)
     found = longer if longer or numbered(name) else found
     return kind, found - _OF_CLASSES if BY_FLAX.fullmatch(name) else found
 
 
-def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
-    """Return whether two different names may belong to one layer (or leaf): words that are alike, or no words."""
+def may_be_one(old: Path, new: Path, known: Set[str], *, leaf: bool = False) -> bool:
+    """Return whether two different names, of all ``known``, may belong to one layer (or leaf): alike, or no words."""
     if leaf and old and new and any({old[-1], new[-1]} <= alias for alias in _ALIASES):
         old, new = old[:-1], new[:-1]
     if not old or not new:
         return not copy_words((*old, *new))
     ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
-    sides = ((ours, theirs), (theirs, ours))
-    are_alike = all(any(_alike(word, like) for like in others) for one, others in sides for word in one)
-    if not (are_alike if ours and theirs else _may_be_unnamed(old, new, ours | theirs)):
-        return False
     one, other = _read(old[-1])[0], _read(new[-1])[0]
+    if ours and theirs:
+        sides = ((ours, theirs), (theirs, ours))
+        may_be = all(any(_alike(word, like, strict=True) for like in likes) for own, likes in sides for word in own)
+    else:  # ``Dense_0`` may be any layer that got a name; ``layers`` or ``1`` is no encoder, ``norm`` no ``pre_norm``
+        unnamed = next(path[-1] for path in (old, new) if not any(_read(name)[1] for name in path))
+        is_part = (ours or theirs) and one != other and not {one, other}.isdisjoint(_COMPOSITES.values())
+        telling = COPIES if BY_FLAX.fullmatch(unnamed) and _read(unnamed)[0] else _TELLING
+        may_be = not is_part and telling.isdisjoint(ours | theirs)
     any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
-    return (not one or not other or one == other or any_norm) and not _other_number(old, new)
-
-
-def _may_be_unnamed(old: Path, new: Path, found: frozenset[str]) -> bool:
-    """Return whether a name without words of its own may be that of a layer with words in the other.
-
-    ``Dense_0`` may be any layer that got a name, but ``layers`` or ``1`` is no encoder, ``norm`` no ``pre_norm``."""
-    unnamed = next(path[-1] for path in (old, new) if not any(_read(name)[1] for name in path))
-    kinds = {_read(old[-1])[0], _read(new[-1])[0]}
-    if found and len(kinds) > 1 and not kinds.isdisjoint(_COMPOSITES.values()):
-        return False
-    return found.isdisjoint(COPIES if numbered(unnamed) and _read(unnamed)[0] else _TELLING)
+    return may_be and (not one or not other or one == other or any_norm) and not _other_number(old, new, known)
 
 
 def core(old: Path, new: Path) -> tuple[Path, Path]:
@@ -366,7 +361,10 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
     olds, news = (core(left, right) for left, right in zip(one, other, strict=True))
     numbers = [[int(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
     before, after = ([(a, b) for a, b in zip(*side, strict=False) if a != b] for side in (numbers[:2], numbers[2:]))
-    if before and after:  # several numbers may have changed places
+    rows = [len(set(map(unnumbered, side))) for side in (olds, news)]
+    # Numbers tell in one row or, unless linen gives them anew, where they stay; several may have changed places.
+    stay = numbers[:2] == numbers[2:] and (rows[0] == 1 or (rows[1] == 1 and not BY_FLAX.fullmatch(one[1][-1])))
+    if before and after and (rows == [1, 1] or stay or len(before) > 1):
         stems = (_STEM.findall("/".join(side[0]).lower()) for side in (olds, news))
         unlike = [pair for pair in zip(*stems, strict=False) if not _alike(*pair)]
         if len(before) > 1 and len(unlike) > 1:  # a number may have gone with the word before it
@@ -381,17 +379,21 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
     return akin(old, new, common) and akin(old2, new2, common) and not is_crossed
 
 
-def _alike(one: str, other: str) -> bool:
-    """Return whether two words are one: a letter that the field knows, a short form, the beginning of the other."""
+def _alike(one: str, other: str, *, strict: bool = False) -> bool:
+    """Return whether two words are one: a letter or short form that the field knows; not ``strict``, any beginning."""
     short, long = sorted((LETTERS.get(one, one), LETTERS.get(other, other)), key=len)
-    if short == long or short + "s" == long or (short in _SHORT and long.startswith(_SHORT[short])):
+    if long in (short, short + "s") or any(f"{short}-{long[:end]}" in _SHORT for end in range(4, len(long) + 1)):
         return True
-    return len(short) > 2 and short not in _TELLING and long.startswith(short)
+    may_be = len(short) > 2 and short not in _TELLING and long.startswith(short)
+    return may_be and (not strict or (len(short) > 4 and long[len(short) :] in ("ing", "er", "ion")))
 
 
-def _other_number(old: Path, new: Path) -> bool:
-    """Return whether only the number of a name changes, unless linen numbers it: ``expert_1``, ``expert_2``."""
-    one, other = numbered(old[-1]), numbered(new[-1])
-    if one is None or other is None or BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
+def _other_number(old: Path, new: Path, known: Set[str]) -> bool:
+    """Return whether only a number changes, as in ``expert_1``, ``expert_2``; linen's may in a row that begins at 0."""
+    ours, theirs = ([number.lstrip("0") for number in re.findall(r"\d+", path[-1])] for path in (old, new))
+    if not ours or not theirs or ours == theirs:
         return False
-    return one[1] != other[1] and (one[0] == other[0] or any(_read(old[-1])))
+    if BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
+        return known.isdisjoint(re.sub(r"\d+$", "0", path[-1]) for path in (old, new))
+    same = _unnumbered(old[-1]) == _unnumbered(new[-1])
+    return (any(_read(old[-1])) and (same or ours[-1] != theirs[-1])) or (same and ours[:-1] == theirs[:-1])

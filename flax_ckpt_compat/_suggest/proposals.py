@@ -197,8 +197,7 @@ def _renamed(changes: Iterable[Change], tree: Node) -> Iterator[list[ProposedRul
             else:
                 yield [rename(patterns, change.reason)]
         if together:
-            reason = "in one step, because some new names are old names of others"
-            yield [rename(together, f"{len(group)} names" if len(group) > separate else reason)]
+            yield [rename(together, f"{len(together)} names in one step, as new ones may be old ones")]
 
 
 def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own: Roles) -> str:

@@ -47,10 +47,8 @@ def test_raw_keys_become_typed_ones() -> None:
     suggestion = suggest(given, state_dict.describe({"v": old["net"]["w"], "key": new["model"]["rng"]}))
     assert suggestion is not None
     # Of another implementation, whose data are four numbers.
-    assert (
-        suggest(as_stored(old["net"]), state_dict.describe({**old["net"], "rng": jax.random.key(0, impl="rbg")}))
-        is None
-    )
+    other = {**old["net"], "rng": jax.random.key(0, impl="rbg")}
+    assert suggest(as_stored(old["net"]), state_dict.describe(other)) is None
 
 
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:
@@ -421,7 +419,6 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
     ),
 }  # fmt: skip
 
-
 REFACTORS |= {name: (*row, "") for name, row in PORTS.items()}
 
 
@@ -458,9 +455,7 @@ def test_many_layers_take_no_longer_each(form: str) -> None:
             old = {f"t{n}": {f"l_{m}": dense(2, 3) for m in range(3)} for n in range(count)}
             new = {name: {"l": {"kernel": array(3, 2, 3), "bias": array(3, 3)}} for name in old}
         elif form == "kernels":
-            old, new = (
-                {f"{name}_{n}_x": array(3, n % 7 + 4, 8) for n in range(count)} for name in ("features", "conv")
-            )
+            old, new = ({f"{one}_{n}_x": array(3, n % 7 + 4, 8) for n in range(count)} for one in ("features", "conv"))
         stored, target, calls = as_stored({"params": old}), state_dict.describe({"params": new}), list[int]()
         sys.setprofile(lambda *_: calls.append(1))
         try:

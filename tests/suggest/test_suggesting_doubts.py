@@ -121,11 +121,8 @@ GUESSES: list[tuple[Any, Any, str]] = [
         for name in ("critic_target", "ema_critic", "critic_2")
     ),
     # What lies below ``optimizer/target`` are parameters, and no state of an optimizer.
-    (
-        {"optimizer": {"target": TARGET, "state": {"step": 0}}},
-        {"params": {**BODY, "dense": {"kernel": array(5, 7)}}},
-        "optimizer/target/fc/weight is not used",
-    ),
+    ({"optimizer": {"target": TARGET, "state": {"step": 0}}},
+     {"params": {**BODY, "dense": {"kernel": array(5, 7)}}}, "optimizer/target/fc/weight is not used"),
     # Where moments are taken but a count of steps is not, that is said.
     *(
         (trained(BODY), trained(BODY, tx), "begin anew")
@@ -135,11 +132,24 @@ GUESSES: list[tuple[Any, Any, str]] = [
             optax.MultiSteps(optax.adam(1e-3), 2),
         )
     ),
-    (
-        trained(BODY),
-        {**trained(BODY), "opt_state2": jax.eval_shape(ADAM.init, BODY)},
-        "would both come from opt_state",
+    (trained(BODY), {**trained(BODY), "opt_state2": jax.eval_shape(ADAM.init, BODY)}, "would both come from opt_state"),
+    # Beside layers of equal contents, new numbers and names in a row may be those of any of them.
+    *(
+        (*({"params": dict.fromkeys(side.split(), held), "step": 3} for side in names.split(" > ")), "nothing says wh")
+        for names in (
+            "stem Dense_0 Dense_1 > Dense_0 Dense_1 Dense_2", "Dense_0 Dense_1 Dense_2 > stem Dense_0 Dense_1",
+            "Conv_0 Conv_1 > Conv_0 ResBlock_0", "CheckpointBlock_0 Block_0 > Block_0 Block_1",
+            "Block_0 Block_1 MLP_0 MLP_1 > MLP_0 MLP_1 MLP_2 MLP_3", "a_0 a_1 b_0 b_1 > a_0 a_1 a_2 b_0",
+            "EncoderBlock_0 Conv_0 Conv_1 Conv_2 > EncoderBlock_0 EncoderBlock_1 Conv_0 Conv_1",
+            "Dense_0 Dense_1 DenseGeneral_0 > DenseGeneral_0 Dense_0 DenseGeneral_1",
+            "linear linear_1 linear_2 > linear_1 linear_2 linear_3", "Conv_0 Conv_1 > Conv_0 Conv_1 Conv_2",
+            "LoRADense_0 Dense_0 Dense_1 > QDense_0 Dense_0 QDense_1",
+        )
+        for held in (D, {"l1": D, "l2": D})
     ),
+    # An average of the parameters that an optimizer kept is no copy of them.
+    ({"params": BODY, "opt_state": {"0": {"trace": BODY}, "1": {"count": 3, "ema": BODY}}},
+     {"params": BODY, "opt_state": {"trace": BODY}, "ema": BODY}, "opt_state/1/ema/body/bias is not used"),
     *((old, new, "") for old, new in (
             ((BODY, np.int32(3)), {"params": BODY, "state": {"best_epoch": np.int32(3)}}),
             ({"params": {f"expert_{n}": {f"layer_{m}": D for m in range(2)} for n in range(2)}},
@@ -161,18 +171,14 @@ GUESSES: list[tuple[Any, Any, str]] = [
             (train(attention()), train(fused())),
             (train(fused()), train(attention())),
             ({"params": {"l0": D, "l1": D, "l2": D}}, {"params": {"l0": D, "l1": D, "l2": D, "l3": D}}),
-            (
-                {"params": {"embed": {"embedding": array(100, 8)}, "out": D}},
-                {"params": {"embed": {"embedding": array(128, 8)}, "out": D}},
-            ),
+            ({"params": {"embed": {"embedding": array(100, 8)}, "out": D}},
+             {"params": {"embed": {"embedding": array(128, 8)}, "out": D}}),
             ({"params": {"norm": {"scale": array(8), "bias": array(8)}, "out": D}},
              {"params": {"norm": {"gamma": array(8), "beta": array(8)}, "out": D}}),
             ({"params": {f"b{n}": {"w": array(4, 4)} for n in range(4)}}, {"params": {"b": {"w": array(4, 4, 4)}}}),
             ({"params": D, "epoch": 3}, {"params": D, "step": 3}),
-            (
-                {"params": {"dense": dense(2, 3), "scale": array(2)}},
-                {"params": {"encoder": dense(2, 3), "scale": array(4)}, "stats": {"mean": array(2)}},
-            ),
+            ({"params": {"dense": dense(2, 3), "scale": array(2)}},
+             {"params": {"encoder": dense(2, 3), "scale": array(4)}, "stats": {"mean": array(2)}}),
             ({"params": {"out": dense(8, 4), "scale": array(8)}}, {"params": {"out": dense(8, 4), "mean": array(8)}}),
             ({"params": PARAMS, "opt_a": ADAMS, "opt_b": ADAMS}, {"params": PARAMS, "opt_state": ADAMS}),
             ({"actor": {"params": PARAMS}}, {"critic": {"params": PARAMS}}),
@@ -319,7 +325,8 @@ UNLIKE = [
     "teacher student", "generator discriminator", "encoder decoder", "image_encoder text_encoder", "mean log_std",
     "reward value", "classifier regressor", "imagenet_head cifar_head", "rnn gru", "LayerNorm_0 BatchNorm_0",
     "embed_ln final_ln", "critic target_critic", "Encoder_0 Decoder_0", "forward_lstm backward_lstm",
-    "up_proj down_proj",
+    "up_proj down_proj", "critic_norm norm1", "norm1 q_norm", "p3_conv p6_conv", "stride8_head stride32_head",
+    "Dense_1 Dense_3", "LocalAttn_0 GlobalAttn_0", "loc local", "back backbone", "val validation", "temp template",
     "expert_1 expert_2", "attn mlp", "model_ema model", "actor ema_actor", "Conv_0 Dense_0",
 ]  # fmt: skip
 AKIN = [
