@@ -384,6 +384,7 @@ def run(seeds: Iterable[int], patch: pytest.MonkeyPatch, share: float = 0.3) -> 
 def test_histories_that_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds that lost both of two saves, an acknowledged one, or a new one, or left a folder that refused the next."""
     run([601161, 700355, 900957, 910256], monkeypatch, share=0)
+    run([63000653], monkeypatch)
 
 
 @pytest.mark.slow

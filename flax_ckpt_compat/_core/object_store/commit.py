@@ -111,10 +111,14 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
         version = client.put(url, Path(staged), found, meter)
     except ConflictError as error:
         raise lost(url) from error
-    if new and COMMIT_FILE in (hidden := client.list(url)):
+    if new:
+        hidden = client.list(url)
+    # Until its commit file is gone, the folder counts.
+    gone = _uncommit(url, hidden) if hidden and not (new and COMMIT_FILE in hidden) else {}
+    if new and hidden and not gone:  # it is committed, perhaps since it was listed
         client.delete(url, version)
         raise lost(url)
-    if hidden and (gone := _uncommit(url, hidden)):  # until then the folder counts
+    if gone:
         with after_commit(url):
             delete(url, gone, versions_of(gone))
 
