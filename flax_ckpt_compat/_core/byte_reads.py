@@ -139,7 +139,7 @@ def read_runs(runs: Sequence[Run], deliver: Deliver, meter: Meter = OFF, check: 
         for run in runs:
             read(run)
     else:
-        in_parallel(read, runs, runs[0].source.threads)
+        in_parallel(read, runs, runs[0].source.threads, in_runs=is_local)
 
 
 def _read_run(deliver: Deliver, meter: Meter, check: Check | None, run: Run) -> None:

@@ -21,7 +21,6 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.5
-_SHARES_PER_THREAD = 16  # enough to end together
 BEGIN_SECONDS = 1.0  # at the interpreter's exit a thread may start and never run
 
 
@@ -141,16 +140,18 @@ def run_apart(function: Callable[[], Any]) -> Any:
             del task  # it holds the error, whose traceback holds this frame
 
 
-def in_parallel(work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16) -> list[_Result]:
+def in_parallel(
+    work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16, *, in_runs: bool = False
+) -> list[_Result]:
     """Call ``work`` for each item, on up to ``at_once`` threads, and return what it returns, in the order of the items.
 
     After a failure, or Ctrl-C, start no more, and raise it once the others have ended; a second Ctrl-C is raised at
-    once. Threads take shares of many items: neighbours, where the system reads ahead well."""
+    once. With ``in_runs``, each thread takes a share of neighbours, where the system reads ahead well."""
     ordered = list(items)
     n_threads = min(at_once, len(ordered))
     if n_threads < 2:
         return [work(item) for item in ordered]
-    n_shares = min(len(ordered), _SHARES_PER_THREAD * n_threads)
+    n_shares = n_threads if in_runs else len(ordered)
     bounds = [len(ordered) * share // n_shares for share in range(n_shares + 1)]
     failed = False
 

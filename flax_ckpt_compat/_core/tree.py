@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.array_boxes import normalize_index
@@ -177,18 +177,6 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             left += [((*path, name), child) for name, child in reversed(node.children.items())]
         else:
             yield path, node
-
-
-@contextmanager
-def naming_deleted_array(path: str, tree: Callable[[], Node]) -> Iterator[None]:
-    """Note on jax's error for a deleted array which one of a tree that is saved it is, and where to."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "deleted" in str(error):  # never wait for an array here: another process may be gone
-            lost = (show_path(at) for at, leaf in iter_leaves(tree()) if is_jax_array(leaf) and leaf.is_deleted())
-            error.add_note(f"{next(lost, 'an array')}, saved to {path}, was deleted or donated meanwhile")
-        raise
 
 
 def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:

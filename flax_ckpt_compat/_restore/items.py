@@ -227,7 +227,7 @@ def _fit_of_all(
     tree: Node = Branch({fit.name: opened.reader(fit.name).tree for fit in fits if fit.name in named and not fit.error})
     if options.transforms.rules:
         with suppress(CheckpointError):
-            tree = options.transforms.apply_rules(tree, target, opened.path)
+            tree = options.transforms.apply_rules(tree, target, opened.path, warns=False)
     there = _paths(tree)
     json = {path for path in wanted if path and path[0] in named and path[0] not in opened.trees}
     return _Fit(_ALL, len(there & wanted) + len(json), len(there - wanted))
@@ -237,7 +237,7 @@ def _fit(opened: opening.Opened, name: str, target: Node, wanted: set[Path], opt
     try:
         tree = opened.reader(name).tree
         if options.transforms.rules:
-            tree = options.transforms.apply_rules(tree, target, opened.items[name].location.path)
+            tree = options.transforms.apply_rules(tree, target, opened.items[name].location.path, warns=False)
     except CheckpointError as error:
         is_damage = isinstance(error, CorruptCheckpointError)
         return _Fit(name, error=error if is_damage or not options.transforms.rules else None)

@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.object_store import commit as uploads
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, naming_deleted_array, show_path
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.saved_steps import log_once
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
@@ -36,7 +36,7 @@ from flax_ckpt_compat._save.coordination import BEGIN, COMMIT, Coordinator, Repo
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._save.snapshot import Replicas
-from flax_ckpt_compat._trees import depth, state_dict
+from flax_ckpt_compat._trees import depth
 
 _GROUPS = 64  # of leaves, by a checksum of their names: so reports of large trees stay small
 _LOOKUP_TIMEOUTS = 4  # how many times ``coordination_timeout`` look-ups wait for this process's background save
@@ -47,7 +47,7 @@ def save(request: SaveRequest, target: Any) -> str:
     meter = request.options.meter
     occupy_standard_streams()
     monitoring.record_event("/jax/flax/checkpoint/save")
-    with depth.limited("saved"), naming_deleted_array(request.path, functools.partial(state_dict.describe, target)):
+    with depth.limited("saved"):
         if request.multiprocess and jax.process_count() > 1:
             _save_together(request, target)
         else:

@@ -1,5 +1,6 @@
-r"""Find nodes of trees by patterns, and move and replace them.
+"""Find nodes of trees by patterns, and move and replace them.
 
+Patterns are regular expressions over key paths joined with ``/``, and match whole names, never a part of one.
 Rules that take *places* (``drop``, ``at=``, …) match patterns with whole key paths (`select`); those that change *names
 or arrays* (``rename``, ``stack``, ``cast``, …) find them anywhere, from the root if they begin with ``^`` (`Names`)."""
 

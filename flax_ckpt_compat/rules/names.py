@@ -12,10 +12,9 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.location import as_text
-from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, map_leaves, node_at, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
-from flax_ckpt_compat.rules import _nodes, optimizers
+from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._nodes import Replacement, prefix_in
 from flax_ckpt_compat.rules._rule import Rule, Trees, applied, named, rule
 
@@ -263,22 +262,3 @@ def _from_names(trees: Trees, fills: Mapping[str, _nodes.Fill]) -> Node:
         return [path] if path in wanted or not was_taken or has_place else []
 
     return _nodes.remap(tree, new_paths)
-
-
-def begun_anew(rules: Sequence[Rule], tree: Node, target: Node) -> str:
-    """Return a warning of parameters that are restored without the moments that `optimizer_state` has for others."""
-    if not any(one.source.startswith("rules.optimizer_state(") for one in rules):
-        return ""
-    begun, branches = set[Path](), list(iter_branches(target))
-    for state in optimizers.target_states((), target):
-        ends = {path: path[1:] for path in state.moments if path[1:] and path[0] != "hyperparams"}
-        own = {end for path, end in ends.items() if node_at(tree, (*state.path, *path)) is Own.KEEP_TARGET}
-        first = min(own, default=("",))[0]  # which few of many branches have
-        for at, node in branches if not own.issuperset(ends.values()) else ():
-            if first in node.children and all(node_at(node, end) is not None for end in ends.values()):
-                begun |= {(*at, *end) for end in own if isinstance(node_at(tree, (*at, *end)), LeafHandle | Derived)}
-    names = one_line(map(show_path, sorted(begun)))
-    return names and (
-        f"restored without moments, which begin anew beside those of others: {names}; if they are stored, let rules "
-        "before optimizer_state give them the new names and shapes, too"
-    )

@@ -17,7 +17,7 @@ from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._rule import Trees, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
-_FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
+FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
 _WRAPPERS = frozenset(("inner_state", "inner_states", "inner_opt_state"))  # fields that hold states, likewise
 _NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
@@ -30,7 +30,7 @@ def optimizer_state(
 
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
     them now: ``adam`` ↔ ``chain(clip, adam)``, ``masked``, ``multi_transform``, ``MultiSteps``. Rules that change names
-    or shapes go before this one and match moments, too; a warning names parameters that come without theirs. A state is
+    or shapes go before this one and match moments, too; a warning names stored moments left unused. A state is
     carried over only if some of its parameters exist, so that no count comes without its moments; of a parameter, all
     moments are, or none if one of them has another shape (``novograd`` keeps a number where ``adam`` has an array).
 
@@ -58,7 +58,7 @@ def optimizer_state(
     has, had = (bool(_holders(node, part)) for node in (own, old))
     if part and has == had:
         raise _nodes.misfit(part, f"is below the moments of {'both states; omit subtree=' if has else 'neither state'}")
-    wanted, branches = sorted(target_states(at_path, own), key=_State.order), list(iter_branches(old))
+    wanted, branches = sorted(_target_states(at_path, own), key=_State.order), list(iter_branches(old))
     taken: dict[Path, Node] = {}
     for fields in dict.fromkeys(frozenset(state.node.children) for state in wanted):
         group = [state for state in wanted if state.node.children.keys() == fields]
@@ -200,11 +200,11 @@ def _given(stored: Node, at_path: Path, start: Path) -> dict[Path, LeafHandle | 
     return given
 
 
-def target_states(root: Path, own: Node) -> Iterator[_State]:
+def _target_states(root: Path, own: Node) -> Iterator[_State]:
     """Yield the states in the target: its namedtuples, or, without any, nodes with optax's field names."""
     nodes = {path: branch for path, branch in iter_branches(own) if branch.children}
     tuples = [path for path, branch in nodes.items() if branch.container is Container.NAMEDTUPLE]
-    paths = tuples or [path for path, branch in nodes.items() if branch.children.keys() & _FIELDS]
+    paths = tuples or [path for path, branch in nodes.items() if branch.children.keys() & FIELDS]
     for path in paths:
         inner = {other[len(path) :] for other in paths if other != path and other[: len(path)] == path}
         leaves = _nodes.leaves_of(nodes[path]).items()

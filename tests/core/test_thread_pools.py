@@ -55,7 +55,7 @@ def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.Monkey
         return 0
 
     monkeypatch.setattr(thread_pools._thread, "start_new_thread", start)
-    assert in_parallel(abs, range(-5, 0), 3) == [5, 4, 3, 2, 1]
+    assert in_parallel(abs, range(-5, 0), 3, in_runs=True) == [5, 4, 3, 2, 1]
     assert thread_pools.run_apart(threading.get_ident) == threading.get_ident()
     with Pool(2) as pool:
         assert pool.submit(abs, -1).result() == 1
