@@ -329,7 +329,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
             yield Line("Nothing stored fits what is missing as it is; rules.fuse and rules.split join and divide it.")
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
             yield Line(printable(str([*tree.problems, shape_remedies(tree, tree.shapes)][0])))
-    elif not (found.doubts and is_explained):
+    elif not (found.doubts and found.rules and is_explained):
         is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
         sure = "These rules would map it" if is_all else "These rules would map a part of it"
         if not found.rules:
