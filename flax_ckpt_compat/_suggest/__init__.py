@@ -255,8 +255,8 @@ def _exchanged(layers: _Layers) -> Iterator[str]:
         contents, is_kept = frozenset(leaves), old == new
         start = len(old) - 1 if is_kept else features.same_start(old, new)
         is_linen = not is_kept or features.BY_FLAX.fullmatch(old[-1]) is not None
-        # Beside it, of equal contents: the row that it leaves, the one that it gets into, and what linen numbers.
-        rows = (unnumbered(old[start:]), unnumbered(new[start:]), is_linen)
+        # Beside it, of equal contents: rows that it leaves and gets into (Haiku's first has no number), and linen's.
+        rows = (*(joined(unnumbered(path[start:])).rstrip("_#") for path in (old, new)), is_linen)
         others = () if is_kept else (contents, (unnumbered(old), unnumbered(new)))
         for key in (*((old[:start], row, contents) for row in rows), *others):
             # One of each change: layers inside of one that is renamed go with it.

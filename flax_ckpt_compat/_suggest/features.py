@@ -359,7 +359,7 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
     if one[0] == other[0] or one[1] == other[1]:
         return True
     olds, news = (core(left, right) for left, right in zip(one, other, strict=True))
-    numbers = [[int(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
+    numbers = [[float(number) for number in re.findall(r"\d+", "/".join(path))] for path in (*olds, *news)]
     before, after = ([(a, b) for a, b in zip(*side, strict=False) if a != b] for side in (numbers[:2], numbers[2:]))
     rows = [len(set(map(unnumbered, side))) for side in (olds, news)]
     # Numbers tell in one row or, unless linen gives them anew, where they stay; several may have changed places.
@@ -393,7 +393,7 @@ def _other_number(old: Path, new: Path, known: Set[str]) -> bool:
     ours, theirs = ([number.lstrip("0") for number in re.findall(r"\d+", path[-1])] for path in (old, new))
     if not ours or not theirs or ours == theirs:
         return False
-    if BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
-        return known.isdisjoint(re.sub(r"\d+$", "0", path[-1]) for path in (old, new))
     same = _unnumbered(old[-1]) == _unnumbered(new[-1])
+    if BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
+        return same and re.sub(r"\d+$", "0", old[-1]) not in known
     return (any(_read(old[-1])) and (same or ours[-1] != theirs[-1])) or (same and ours[:-1] == theirs[:-1])

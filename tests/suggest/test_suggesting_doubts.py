@@ -143,7 +143,7 @@ GUESSES: list[tuple[Any, Any, str]] = [
             "EncoderBlock_0 Conv_0 Conv_1 Conv_2 > EncoderBlock_0 EncoderBlock_1 Conv_0 Conv_1",
             "Dense_0 Dense_1 DenseGeneral_0 > DenseGeneral_0 Dense_0 DenseGeneral_1",
             "linear linear_1 linear_2 > linear_1 linear_2 linear_3", "Conv_0 Conv_1 > Conv_0 Conv_1 Conv_2",
-            "LoRADense_0 Dense_0 Dense_1 > QDense_0 Dense_0 QDense_1",
+            "LoRADense_0 Dense_0 Dense_1 > QDense_0 Dense_0 QDense_1", "linear linear_1 > head linear",
         )
         for held in (D, {"l1": D, "l2": D})
     ),
