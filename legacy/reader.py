@@ -231,4 +231,4 @@ def _rows(part: LeafHandle) -> LeafHandle | None:
     if part.dtype is None or not isinstance(locator, FileRanges) or not is_contiguous:
         return None
     start = array_boxes.offset(whole.shape, index) * part.dtype.itemsize
-    return dataclasses.replace(part, index=None, locator=locator.part(start, part.nbytes))
+    return dataclasses.replace(part, index=None, whole=None, locator=locator.part(start, part.nbytes))

@@ -38,8 +38,8 @@ def as_stored(tree: Node, notes: list[str]) -> Node:
             refused[shown] = str(leaf.dtype)
         elif leaf is None or kind in _IN_HEADER:
             in_header.append(shown)
-        elif kind not in (None, LeafKind.ARRAY):
-            refused[shown] = kind.value
+        elif kind is not LeafKind.ARRAY and not isinstance(leaf, (Branch, str, int, float)):
+            refused[shown] = kind.value if kind else type(leaf).__name__
         if (kind is LeafKind.ARRAY or name != METADATA) and names.setdefault(name, shown) != shown:
             raise NameCollisionError(f"{shown} and {names[name]} would both be {name}; rename one", leaf=shown)
         return leaf

@@ -34,7 +34,7 @@ def to_write(trees: dict[str, Node], count: Callable[[int], None], *, keep_shard
     reader = _ReaderToWrite(handles, count, keep_shardings)
 
     def leaf_to_write(_: Path, leaf: Any) -> Any:
-        value = values.get(leaf, leaf)
+        value = values.get(leaf, leaf) if isinstance(leaf, LeafHandle) else leaf  # others may have no hash
         if isinstance(value, KeyData) and keep_shardings:
             value.sharding = leaf.sharding
         return dataclasses.replace(leaf, reader=reader, locator=leaf) if isinstance(value, LeafHandle) else value
@@ -58,13 +58,13 @@ class _ReaderToWrite(Reader):
         )
 
     def read(self, handles: Sequence[LeafHandle], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
-        arrays = list(map(self._read, handles))
-        self._count(sum(array.nbytes for array in arrays))
-        return arrays
+        return list(map(self._read, handles))
 
     def _read(self, one: LeafHandle) -> Any:
         leaf = one.locator.part(one.index) if one.index else one.locator
-        return np.asarray(self._batch(self._batch_of[leaf])[leaf] if leaf in self._batch_of else leaf.read())
+        array = np.asarray(self._batch(self._batch_of[leaf])[leaf] if leaf in self._batch_of else leaf.read())
+        self._count(array.nbytes)
+        return array
 
     def chunks_of(self, handle: LeafHandle) -> tuple[tuple[int, ...], bool]:
         """Return the chunks of a large array that is split evenly, as a sharded save has it; see `Reader.chunks_of`."""

@@ -107,6 +107,10 @@ class MissingLeavesError(CheckpointError, ValueError):
 
     missing: tuple[str, ...] = ()
 
+    def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = (), **attributes: Any):
+        attributes = {"leaf": next(iter(missing), None), **attributes, "missing": missing}
+        super().__init__(sanitize(message, path, *missing), path=path, **attributes)
+
 
 class UnusedLeavesError(CheckpointError, ValueError):
     """The target lacks stored leaves: layers that would be cut off, or any with ``unused_leaves="error"``."""

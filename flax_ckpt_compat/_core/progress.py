@@ -104,13 +104,20 @@ class Meter:
             finally:
                 self._turn.release()
 
-    def lap(self, phase: str, *, anew: bool = False) -> None:
-        """Add the time since the last lap, or since this was made, to a phase; ``anew`` forgets a failed attempt."""
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap, or since this was made, to a phase."""
         now = time.monotonic()
-        if anew and self._phases:
-            self._phases, self._lap = {}, now
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._lap
         self._lap = now
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Forget all phases if the block fails: the look-up of the next attempt begins then."""
+        try:
+            yield
+        except Exception:
+            self._phases, self._lap = {}, time.monotonic()
+            raise
 
     def log(self) -> None:
         """Log what was saved or restored at INFO, with the seconds of each phase."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from flax_ckpt_compat._core.errors import StorageError, translated
+from flax_ckpt_compat._core.errors import OutOfMemoryError, StorageError, translated
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.progress import OFF, Meter
 
@@ -194,7 +194,13 @@ class Location:
             file.seek(start)
             if stop is not None:  # Python allocates all bytes that are asked for
                 stop = min(stop, max(os.fstat(file.fileno()).st_size, start + _SMALL_READ))
-            return file.read(-1 if stop is None else stop - start)
+            try:
+                return file.read(-1 if stop is None else stop - start)
+            except MemoryError as error:
+                what = f"{self.path} could not be read: there is no memory for its {self.size()} bytes; free memory, "
+                what += "or raise the limit of this process (ulimit -v); a file that was never so large is damaged: "
+                what += "restore it from a backup"
+                raise OutOfMemoryError(what, path=self.path) from error
 
     def open_file(self) -> Source:
         """Open one version of this file, to read parts of it."""

@@ -175,7 +175,9 @@ def read_found(
         except Exception as error:
             if not _has_changed(found, before, error, checkpoint_dir):
                 # `diff` reads one checkpoint within the other, and rules read more: an error may be of another one.
-                if isinstance(error, foreign.UNUSABLE) and found.location.path in str(error.path) and not found.named:
+                ours = (f"{found.location.path}/", f"{found.location.path}{steps.ARRAYS_POSTFIX}/")
+                is_of_it = f"{getattr(error, 'path', None)}/".startswith(ours)
+                if isinstance(error, foreign.UNUSABLE) and is_of_it and not found.named:
                     _add_older_step(error, checkpoint_dir, found.location)
                 raise
             if found.named and not is_there(found.location):

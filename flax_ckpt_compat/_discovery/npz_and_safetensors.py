@@ -235,6 +235,11 @@ class SafetensorsReader(_WholeReader):
                         raise _damaged(file, f"{show_path(path)} is in another shard, too", show_path(path))
                     leaves[path] = leaf
         self.tree: Node = _tree(self.location, leaves, ".")
+        for leaf in leaves.values():
+            if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.UNSUPPORTED:  # by its key path in this tree
+                shown, (file, found) = show_path(leaf.path), leaf.locator
+                what = f"{file}: {shown} is of the dtype {found!r:.40}, which numpy does not have; cast it elsewhere"
+                leaf.locator = errors.UnsupportedLeafError(what, path=file.path, leaf=shown)
 
     def _open(self, file: Location) -> tuple[Location, Source, bytes]:
         """Return a file, open, and the text of its header."""
@@ -283,9 +288,8 @@ class SafetensorsReader(_WholeReader):
             raise _damaged(file, f"{leaf} has bytes {found}", leaf)
         if dtype is not None:
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
-        what = f"{file}: {leaf} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it elsewhere"
-        error = errors.UnsupportedLeafError(what, path=file.path, leaf=leaf)
-        return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, error)
+        about = name, self, (file, entry["dtype"])
+        return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, *about)
 
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
         """See `_WholeReader.read_whole`."""

@@ -66,8 +66,8 @@ class _Restore:
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""
         self.agreement.report(location)
-        self.meter.lap("look up", anew=True)
-        with locating.unchanged(location), self._options.transforms.opening():
+        self.meter.lap("look up")
+        with self.meter.attempt(), locating.unchanged(location), self._options.transforms.opening():
             values = self._values(location)
         self.meter.log()
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)

@@ -138,7 +138,7 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
         "missing_leaves='ignore' to restore, or set flax_ckpt_compat.config.update(missing_leaves='ignore')."
     )
     missing = tuple(map(show_path, plan.missing))
-    return errors.MissingLeavesError(message, path=plan.path, leaf=missing[0], missing=missing)
+    return errors.MissingLeavesError(message, path=plan.path, missing=missing)
 
 
 def _from_target(plan: TreePlan, paths: Sequence[Path]) -> str:

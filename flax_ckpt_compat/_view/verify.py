@@ -153,7 +153,7 @@ def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
 
 _AT_ONCE = 4
 _NO_DAMAGE = (errors.StorageError, errors.OutOfMemoryError, errors.UnsupportedLeafError, errors.ReplacedError)
-_UNOPENED = (errors.IncompleteCheckpointError, errors.CorruptCheckpointError, errors.StorageError, errors.ReplacedError)
+_UNOPENED = (errors.IncompleteCheckpointError, errors.CorruptCheckpointError, *_NO_DAMAGE)
 
 
 def verify(

@@ -165,21 +165,19 @@ def test_safetensors_hold_arrays_and_numpy_scalars_and_note_the_rest(tmp_path: P
     assert "kept as JSON in the file's header" in note
 
 
+LACKING = (2j, b"b", np.ones(2, np.complex128), np.ones(2, ml_dtypes.int4), jax.random.key(0))
+
+
 @pytest.mark.parametrize(
-    ("name", "leaf", "why"),
+    ("tree", "why"),
     [
-        *(("y", leaf, "a safetensors file cannot hold x/y") for leaf in (2j, b"b", np.ones(2, np.complex128))),
-        *(
-            ("y", leaf, "a safetensors file cannot hold x/y")
-            for leaf in (np.ones(2, ml_dtypes.int4), jax.random.key(0))
-        ),
-        ("__metadata__", np.ones(2), r"NameCollisionError.*__metadata__"),  # the place of the header's free text
+        *(({"x": {"y": leaf}}, "a safetensors file cannot hold x/y") for leaf in LACKING),
+        ({"__metadata__": np.ones(2)}, r"NameCollisionError.*__metadata__"),  # the place of the header's free text
     ],
     ids=str,
 )
-def test_safetensors_refuse_what_they_cannot_hold(tmp_path: Path, name: str, leaf: Any, why: str) -> None:
+def test_safetensors_refuse_what_they_cannot_hold(tmp_path: Path, tree: Any, why: str) -> None:
     """The error names the leaf, and nothing is written."""
-    tree = {name: leaf} if name == "__metadata__" else {"x": {name: leaf}}
     flax_ckpt_compat.save(tmp_path / "src" / "a", tree, format="orbax")
     with pytest.raises(errors.ConversionError, match=why):
         flax_ckpt_compat.convert(tmp_path / "src" / "a", tmp_path / "dst", "safetensors")
@@ -338,6 +336,9 @@ def test_transforms_give_what_restore_gives(tmp_path: Path, to: str) -> None:
     how = [rules.rename("old", "new"), rules.stack(r"layer_(\d+)", "layers"), rules.cast("w", "float16")]
     expected = flax_ckpt_compat.restore(tmp_path / "a", target, transforms=how)
     assert expected["new"]["layers"]["w"].dtype == np.float16
+    kept: Any = {"target": {**target, "kept": {1}}, "transforms": [*how, rules.from_target("kept")]}
+    with pytest.raises(errors.ConversionError, match=r"UnsupportedLeafError.* kept"):
+        flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", to, **kept)
     (done,) = flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", to, target=target, transforms=how)
     assert "gone" in "".join(done.notes)
     if to == "safetensors":

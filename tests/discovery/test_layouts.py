@@ -93,11 +93,7 @@ SOURCES: dict[str, tuple[str, Any, Callable[[Path], object]]] = {
     "it-7": ("stream", EASYLM, lambda path: path.write_bytes(stream(EASYLM))),
     "one leaf": ("stream", ONE, lambda path: path.write_bytes(stream(ONE))),
     "a leaf under one name": ("stream", ONE, lambda path: path.write_bytes(msgpack.packb(("w", LEAF)))),
-    "a leaf under a word": (
-        "stream",
-        {"weights": ONE["w"]},
-        lambda path: path.write_bytes(msgpack.packb(("weights", LEAF))),
-    ),
+    "under a word": ("stream", {"word": ONE["w"]}, lambda path: path.write_bytes(msgpack.packb(("word", LEAF)))),
 }
 
 
@@ -236,18 +232,16 @@ def test_dtypes_of_npz(stored: Any, expected: Any, tmp_path: Path) -> None:
     assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz"), {"w": expected})
 
 
-@pytest.mark.parametrize(
-    ("file", "names"),
-    [
-        *(("a.npz", names) for names in (("a", "a/b"), ("a//b", "c"), ("/a",), ("a/",))),
-        ("a.safetensors", ("a", "a.b", "c.d")),
-    ],
-)
+@pytest.mark.parametrize("file", ["a.npz", "a.safetensors"])
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a//b", "c"), ("/a",), ("a/",), ("a", "a.b", "c.d")], ids=str)
 def test_names_that_are_no_key_paths(file: str, names: tuple[str, ...], tmp_path: Path) -> None:
     """A tensor "a" beside "a.b" cannot be a dict, so all keep their names."""
     tensors = {name: np.full(2, at) for at, name in enumerate(names)}
     WRITERS[file](tensors, tmp_path / file)
     assert_same(flax_ckpt_compat.restore(tmp_path / file), tensors)
+
+
+BAD = "good.bad"  # so that there are no key paths, but names
 
 
 def hostile(path: Path) -> None:
@@ -257,19 +251,19 @@ def hostile(path: Path) -> None:
         def __reduce__(self) -> Any:
             return (Path.touch, (path.with_name("ran"),))
 
-    np.savez(path, good=np.ones(3), bad=np.array([Hostile()], dtype=object))
+    np.savez(path, good=np.ones(3), **{BAD: np.array([Hostile()], dtype=object)})
 
 
 def damaged(path: Path) -> None:
     """An archive in which an array has another value than was saved."""
-    np.savez(path, bad=np.full(3, 7.25), good=np.ones(3))
+    np.savez(path, **{BAD: np.full(3, 7.25)}, good=np.ones(3))
     path.write_bytes(path.read_bytes().replace(np.full(3, 7.25).tobytes(), np.full(3, 7.5).tobytes()))
 
 
 def packed(path: Path) -> None:
     """A file with a tensor of a dtype that numpy lacks."""
     entries = {
-        "bad": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        BAD: {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
         "good": {"dtype": "F64", "shape": [3], "data_offsets": [3, 27]},
     }
     path.write_bytes(header(entries, b"123" + np.ones(3).tobytes()))
@@ -278,34 +272,29 @@ def packed(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "error", "told", "states"),
     [
-        ("a.npz", hostile, errors.UnsupportedLeafError, "bad holds Python objects", ("ok", "unreadable")),
-        ("a.npz", damaged, errors.CorruptCheckpointError, "bad does not decode", ("ok", "damaged")),
-        (
-            "a.safetensors",
-            packed,
-            errors.UnsupportedLeafError,
-            "bad is of the dtype 'F6_E2M3'",
-            ("unverified", "unreadable"),
-        ),
+        ("a.npz", hostile, errors.UnsupportedLeafError, "holds Python objects", ("ok", "unreadable")),
+        ("a.npz", damaged, errors.CorruptCheckpointError, "does not decode", ("ok", "damaged")),
+        ("a.safetensors", packed, errors.UnsupportedLeafError, "is of the dtype 'F6", ("unverified", "unreadable")),
     ],
 )
 def test_what_cannot_be_read_hides_no_other(
-    name: str, write: Callable[[Path], None], error: type[Exception], told: str, states: tuple[str, str], tmp_path: Path
+    name: str, write: Callable[[Path], None], error: Any, told: str, states: tuple[str, str], tmp_path: Path
 ) -> None:
     """It is refused where it is asked for, and by `verify`; no pickle is run."""
     path, good = tmp_path / name, {"good": np.ones(3)}
     write(path)
     assert_same(flax_ckpt_compat.restore(path, {"good": np.zeros(3)}), good)
-    for target in (None, {"bad": np.zeros(4, np.float32), **good}):
-        with pytest.raises(error, match=told):
+    for target in (None, {BAD: np.zeros(4, np.float32), **good}):
+        with pytest.raises(error, match=f"{BAD} {told}") as caught:
             flax_ckpt_compat.restore(path, target)
+        assert caught.value.leaf == BAD
     (found,) = flax_ckpt_compat.verify(path).checkpoints
-    assert {leaf.path: leaf.state for leaf in found.leaves} == dict(zip(("good", "bad"), states, strict=True))
+    assert {leaf.path: leaf.state for leaf in found.leaves} == dict(zip(("good", BAD), states, strict=True))
     with flax_ckpt_compat.open_checkpoint(path) as view:
         assert_same(view.read("good"), good)
-        assert write is not packed or view.tree["bad"].shape == (4,)
+        assert write is not packed or view.tree[BAD].shape == (4,)
         with pytest.raises(error):
-            view.read("bad")
+            view.read(BAD)
     assert not (tmp_path / "ran").exists()
 
 

@@ -209,6 +209,9 @@ def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
     hint = r"a checkpoint\. The newest other one that looks complete is checkpoint_1: pass step=1\.$"
     with pytest.raises(errors.CorruptCheckpointError, match=hint):
         diff(tmp_path, tmp_path / "other")
+    beside = (tmp_path / "checkpoint_2").rename(tmp_path / "checkpoint_1 of another")
+    with pytest.raises(errors.CorruptCheckpointError, match=r"a checkpoint$"):
+        diff(tmp_path, beside)
 
 
 @pytest.mark.parametrize("name", ["notes", "x"])

@@ -238,12 +238,15 @@ def test_steps(tmp_path: Path) -> None:
 def test_one_item_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes the checkpoint unreadable, although another one is damaged."""
     save_items(tmp_path, a={"w": np.ones(3)}, b={"w": np.ones(3)})
-    found = [errors.StorageError("refused"), errors.CorruptCheckpointError("damaged")]
+    found: list[Exception] = [errors.StorageError("refused"), errors.CorruptCheckpointError("damaged")]
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise found.pop(0)
 
     monkeypatch.setattr(opening, "open_item", refuse)
+    assert only(tmp_path).state == "unreadable"
+    found.append(errors.OutOfMemoryError("there is no memory"))
+    monkeypatch.setattr(opening, "Opened", refuse)
     assert only(tmp_path).state == "unreadable"
 
 
