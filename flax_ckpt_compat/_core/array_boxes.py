@@ -19,14 +19,6 @@ def normalize_index(index: Box, shape: Shape) -> Box:
     return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
 
 
-def is_within(box: Box, shape: Shape) -> bool:
-    """Return whether a box has a start and a stop on every axis of a shape, and lies within it."""
-    if len(box) != len(shape):
-        return False
-    sides = zip(normalize_index(box, shape), box, strict=True)
-    return all(side == given and side.start <= side.stop for side, given in sides)
-
-
 def shape_of(box: Box) -> Shape:
     """Return the shape of a box."""
     return tuple(side.stop - side.start for side in box)

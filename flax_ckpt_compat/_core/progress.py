@@ -110,15 +110,6 @@ class Meter:
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._lap
         self._lap = now
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Forget all phases if the block fails: the look-up of the next attempt begins then."""
-        try:
-            yield
-        except Exception:
-            self._phases, self._lap = {}, time.monotonic()
-            raise
-
     def log(self) -> None:
         """Log what was saved or restored at INFO, with the seconds of each phase."""
         what, size, seconds = f"{self._doing.capitalize()}d", format_size(self._total), sum(self._phases.values())

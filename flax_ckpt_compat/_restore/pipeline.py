@@ -67,7 +67,7 @@ class _Restore:
         """Restore the checkpoint at a location."""
         self.agreement.report(location)
         self.meter.lap("look up")
-        with self.meter.attempt(), locating.unchanged(location), self._options.transforms.opening():
+        with locating.unchanged(location), self._options.transforms.opening():
             values = self._values(location)
         self.meter.log()
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
