@@ -113,8 +113,8 @@ def _missing_leaves(plan: TreePlan) -> str:
         fit = [name for name, shape in held.items() if None in (size, shape) or size == shape]
         free = set[str]() if size is None else unused.intersection(fit)
         # What the target takes by its own name is not the missing leaf while another one below the same top is free.
-        left = [name for name in free if name.partition("/")[0] == first.partition("/")[0]]
-        near = nearest(first, left or fit, free)
+        left = [name for name in fit if name in free and name.partition("/")[0] == first.partition("/")[0]]
+        near = nearest(first, left, free) or nearest(first, fit, free)
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"

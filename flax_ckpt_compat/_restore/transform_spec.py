@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,24 +16,13 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import (
-    Branch,
-    Node,
-    Path,
-    from_leaves,
-    iter_leaves,
-    joined,
-    map_leaves,
-    node_at,
-    show_path,
-)
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, handles_of, nearest
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, nearest
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, names
-from flax_ckpt_compat.rules.optimizers import FIELDS
 from flax_ckpt_compat.transforms import restore_args
 from flax_ckpt_compat.transforms._resolve import Entry, Leaves, Transforms, call_multi_value_fn, call_value_fn
 
@@ -102,8 +91,9 @@ class TransformSpec:
                     raise
                 raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
         carries = warns and any(one.source.startswith("rules.optimizer_state(") for one in self.rules)
-        if carries and (lost := _unused_moments(stored, tree, target)):
-            _log.warning("%s: %s are not used; let rules before optimizer_state change moments, too", path, lost)
+        if carries and (lost := names.unused_moments(stored, tree, target)):
+            advice = "let rules before optimizer_state change moments, too"
+            _log.warning("%s: %s are not used; %s", path, one_line(lost), advice)
         return tree
 
     def chooser(self, tree: Node) -> _Chooser | None:
@@ -183,22 +173,6 @@ def _explain_unmatched(transforms: Transforms, wanted: Iterable[Path]) -> str:
         f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are names of the "
         "target, and original_key is the stored one: they may be misspelt, or reversed"
     )
-
-
-def _unused_moments(stored: Node, tree: Node, target: Node) -> str:
-    """Return the stored moments of parameters that are restored, where the target's begin anew in their place."""
-
-    def ends(path: Path, *, below: Set[str] = frozenset()) -> list[Path]:
-        return [path[at:] for at in range(len(path)) if not below or (at > 1 and path[at - 1] in below)]
-
-    leaves = [(path, leaf) for path, leaf in iter_leaves(tree) if node_at(target, path) is not None]
-    used = {one.path for _, leaf in leaves for one in handles_of(leaf)}
-    begun = {end for path, leaf in leaves if leaf is Own.KEEP_TARGET for end in ends(path, below=FIELDS)}
-    rest = {leaf.path for _, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)} - used
-    goes_on = {end for path in used for end in ends(path, below=FIELDS)}
-    idle = {end: path for path in sorted(rest) for end in ends(path, below=FIELDS) if end not in goes_on}
-    sources = [one.path for path, leaf in leaves if not begun.isdisjoint(ends(path)) for one in handles_of(leaf)]
-    return one_line(sorted({show_path(idle[end]) for path in sources for end in ends(path) if end in idle}))
 
 
 class _Chooser:

@@ -385,7 +385,7 @@ def _alike(one: str, other: str, *, strict: bool = False) -> bool:
     if long in (short, short + "s") or any(f"{short}-{long[:end]}" in _SHORT for end in range(4, len(long) + 1)):
         return True
     may_be = len(short) > 2 and short not in _TELLING and long.startswith(short)
-    return may_be and (not strict or (len(short) > 4 and long[len(short) :] in ("ing", "er", "ion")))
+    return may_be and (not strict or (len(short) > 4 and bool(re.fullmatch("d?ing|d?er|ion|or|r", long[len(short) :]))))
 
 
 def _other_number(old: Path, new: Path, known: Set[str]) -> bool:

@@ -119,9 +119,11 @@ def nearest(wanted: str, names: Iterable[str], free: Collection[str] = ()) -> li
     found = heapq.nlargest(_MAX_COMPARED, alike, key=lambda name: (name in same, alike[name]))
     differ_in_one = free if most == len(levels) - 1 > 1 else ()
     akin = [name for name in found if name in differ_in_one or _are_akin(ours, paths[name])]
-    # Layers of the same numbers, and then as many levels: an optimizer's moments have more.
-    ranks = {name: (name in same, -abs(len(paths[name]) - len(ours))) for name in akin}
+    # What is free, and then as many levels: an optimizer's moments have more. Numbers tell the layers of one row apart.
+    ranks = {name: (name in free, -abs(len(paths[name]) - len(ours))) for name in akin}
     best = [name for name in akin if ranks[name] == max(ranks.values())]
+    rows = {re.sub(r"\d+", "#", name) for name in same.intersection(best)}
+    best = [name for name in best if name in same or re.sub(r"\d+", "#", name) not in rows]
     return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, best, 2, 0.5)]
 
 

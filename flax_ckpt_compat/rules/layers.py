@@ -98,8 +98,7 @@ def fuse(trees: Trees, names: Sequence[str], into: str, axis: int = -1) -> Node:
         is_whole = siblings.keys() == set(names) and len(nodes) == len(names)
         return [siblings[name] for name in names] if is_whole else []
 
-    pattern = "|".join(map(re.escape, names))
-    return _joining(trees, pattern, into, row, lambda shape: (axis_of(axis, shape)[0], shape))
+    return _joining(trees, "|".join(map(re.escape, names)), into, row, lambda shape: (axis_of(axis, shape)[0], shape))
 
 
 @rule

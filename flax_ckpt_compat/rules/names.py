@@ -13,10 +13,11 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, shape_and_dtype
 from flax_ckpt_compat.rules import _nodes
 from flax_ckpt_compat.rules._nodes import Replacement, prefix_in
 from flax_ckpt_compat.rules._rule import Rule, Trees, applied, named, rule
+from flax_ckpt_compat.rules.optimizers import FIELDS
 
 
 @rule
@@ -262,3 +263,22 @@ def _from_names(trees: Trees, fills: Mapping[str, _nodes.Fill]) -> Node:
         return [path] if path in wanted or not was_taken or has_place else []
 
     return _nodes.remap(tree, new_paths)
+
+
+def unused_moments(stored: Node, tree: Node, target: Node) -> list[str]:
+    """Return the stored moments of parameters that are restored, where the target's begin anew in their place."""
+
+    def moments(path: Path) -> list[Path]:  # what is below the first field; parameters may have such names, too
+        return [path[at + 1 :] for at, name in enumerate(path) if at and name in FIELDS and path[0] != "params"][:1]
+
+    def ends(path: Path) -> list[Path]:
+        return [path[at:] for at in range(len(path))]
+
+    leaves = [(path, leaf) for path, leaf in iter_leaves(tree) if node_at(target, path) is not None]
+    used = {one.path for _, leaf in leaves for one in handles_of(leaf)}
+    begun = {end for path, leaf in leaves if leaf is Own.KEEP_TARGET for end in moments(path)}
+    rest = {leaf.path for _, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)} - used
+    goes_on = {end for path in used for end in moments(path)}
+    idle = {end: path for path in sorted(rest) for end in moments(path) if end not in goes_on}
+    sources = [one.path for path, leaf in leaves if not begun.isdisjoint(ends(path)) for one in handles_of(leaf)]
+    return sorted({show_path(idle[end]) for path in sources for end in ends(path) if end in idle})

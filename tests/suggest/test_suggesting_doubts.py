@@ -332,7 +332,7 @@ UNLIKE = [
 AKIN = [
     "enc encoder", "q_proj query", "Dense_0 head", "head Dense_0", "Dense_0 fc1", "layers_2 pooler", "attn attention",
     "my_head head", "headLayer head", "MultiHeadDotProductAttention_0 attn", "2 hidden", "gen generator",
-    "tok_embed token_embed",
+    "tok_embed token_embed", "embed embedding", "encode encoder",
 ]  # fmt: skip
 
 
