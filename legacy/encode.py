@@ -228,7 +228,7 @@ class _Writer:
         if isinstance(leaf, HostCopy) or is_jax_array(leaf):
             leaf, is_own = _on_host(leaf), True
         elif isinstance(leaf, LeafHandle):
-            self._write_leaf(leaf.reader.read([leaf])[0], is_own=True)
+            self._write_leaf(leaf.read(), is_own=True)
             if leaf.nbytes >= _COPY_BELOW:
                 self._flush()  # so that nothing holds the array while the next one is read
             return

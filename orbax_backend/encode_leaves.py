@@ -79,7 +79,7 @@ class EncodedLeaf:
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
     if isinstance(source, LeafHandle):
-        source = source.reader.read([source])[0]
+        source = source.read()
     is_placed = isinstance(source, HostCopy) or is_jax_array(source)
     return np.asarray(tree.on_host(source) if is_placed else source, order="C")
 

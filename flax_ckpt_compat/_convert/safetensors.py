@@ -78,5 +78,5 @@ def write(path: str, prepared: tuple[dict[str, LeafHandle], dict[str, str]], _: 
     from safetensors.numpy import save
 
     arrays, header = prepared
-    values = {name: np.asarray(leaf.reader.read([leaf])[0], order="C") for name, leaf in arrays.items()}
+    values = {name: np.asarray(leaf.read(), order="C") for name, leaf in arrays.items()}
     write_file(path, save(values, header))

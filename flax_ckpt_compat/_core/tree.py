@@ -222,7 +222,9 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[
         node: Node = root
         for name in path[:-1]:
             if isinstance(node, Branch):
-                node = node.children[name] if name in node.children else node.children.setdefault(name, Branch({}))
+                if name not in node.children:  # no branch is made in vain for each of many leaves
+                    node.children[name] = Branch({})
+                node = node.children[name]
         if not path or not isinstance(node, Branch) or path[-1] in node.children:
             shown = show_path(path)
             raise NameCollisionError(f"{shown} would be two leaves, or lie below a leaf or above one", leaf=shown)
