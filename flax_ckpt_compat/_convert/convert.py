@@ -230,7 +230,7 @@ def _write(job: Job, output: Output, progress: write_output.Progress, check_unch
             what = "a directory" if final.isdir() else "a file"
             raise StorageError(f"{final} is {what}, so not of {job.to!r}; pass another destination", path=final.path)
         if not job.dry_run:
-            write_output.compare(final, output, progress)
+            write_output.compare(final, output, progress, final)
         return "kept"
     if job.dry_run:
         return "planned"
@@ -238,7 +238,7 @@ def _write(job: Job, output: Output, progress: write_output.Progress, check_unch
     final.parent.prepare_directory()
     with final.temporary() as temporary:
         write_output.write(temporary, output, prepared, final)
-        write_output.compare(Location(temporary), output, progress)
+        write_output.compare(Location(temporary), output, progress, final)
         check_unchanged()
         final.publish(temporary, new=True)
     return "converted"

@@ -57,8 +57,7 @@ def _is_unchanged(plan: TreePlan) -> bool:
 
 def _tree_of(plan: TreePlan) -> Node:
     """Return what a plan makes, in the target's containers; what it takes as it is stored, in the stored ones."""
-    reader = _Computed(plan)
-    leaves = iter([reader.leaf(leaf) for leaf in plan.leaves])
+    leaves = map(_Computed(plan).leaf, plan.leaves)
 
     def filled(node: Node, path: Path) -> Node:
         if path in plan.stored_subtrees:
@@ -112,4 +111,5 @@ def _compute(plan: TreePlan, leaf: LeafPlan) -> Any:
     value = prng_keys.split_key(values[0])
     if isinstance(value, KeyData):
         return KeyData(value.impl, np.asarray(value.data))
-    return np.asarray(value) if hasattr(value, "sharding") else value
+    is_array = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)  # whose mask would be lost
+    return np.asarray(value) if is_array or hasattr(value, "sharding") else value

@@ -103,8 +103,8 @@ def _write_rest(folder: str, output: Output) -> None:
     sync_tree(folder)
 
 
-def compare(location: Location, output: Output, progress: Progress) -> None:
-    """Raise DifferentError unless a checkpoint holds exactly this output; ``progress`` takes the bytes compared."""
+def compare(location: Location, output: Output, progress: Progress, final: Location) -> None:
+    """Raise DifferentError about ``final`` unless a checkpoint holds this output; ``progress`` takes bytes compared."""
     opaque = output.handlers.keys() - output.trees.keys() - output.copied.keys()
     with closing(Opened(location, verify=False, warns=False, allows_unknown=True)) as opened:
         trees = {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
@@ -121,9 +121,9 @@ def compare(location: Location, output: Output, progress: Progress) -> None:
         differences.append("custom metadata is other JSON")
     if differences:
         raise DifferentError(
-            f"{location} does not hold what its source holds: {one_line(differences)}; the source may have been "
+            f"{final} does not hold what its source holds: {one_line(differences)}; the source may have been "
             "replaced meanwhile: convert it again, to another place",
-            path=location.path,
+            path=final.path,
         )
 
 

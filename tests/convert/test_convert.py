@@ -340,18 +340,22 @@ def test_one_stored_leaf_for_two(tmp_path: Path, wrong: str) -> None:
 def test_transforms_give_what_restore_gives(tmp_path: Path, to: str) -> None:
     """With rules the result is what restore() returns with them: renamed, stacked and cast leaves."""
     tree = {"old": {f"layer_{n}": {"w": np.full((2, 3), n, np.float32)} for n in range(3)}, "gone": np.ones(1)}
-    target = {"new": {"layers": {"w": np.zeros((3, 2, 3), np.float16)}}}
+    np.ones(4).tofile(tmp_path / "kept")
+    target = {"new": {"layers": {"w": np.zeros((3, 2, 3), np.float16)}}, "kept": np.memmap(tmp_path / "kept", float)}
     flax_ckpt_compat.save(tmp_path / "a", tree, format="msgpack")
     how = [rules.rename("old", "new"), rules.stack(r"layer_(\d+)", "layers"), rules.cast("w", "float16")]
-    expected = flax_ckpt_compat.restore(tmp_path / "a", target, transforms=how)
+    how += [rules.from_target("kept")]
+    expected = flax_ckpt_compat.restore(tmp_path / "a", target, transforms=how) | {"kept": np.ones(4)}
     assert expected["new"]["layers"]["w"].dtype == np.float16
-    kept: Any = {"target": {**target, "kept": {1}}, "transforms": [*how, rules.from_target("kept")]}
-    with pytest.raises(errors.ConversionError, match=r"UnsupportedLeafError.* kept"):
-        flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", to, **kept)
+    for kept in ({1}, np.ma.masked_array([1.0, 2.0], [False, True])):
+        other = {**target, "kept": kept}
+        with pytest.raises(errors.ConversionError, match=r"UnsupportedLeafError.* kept"):
+            flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", to, target=other, transforms=how)
     (done,) = flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", to, target=target, transforms=how)
     assert "gone" in "".join(done.notes)
     if to == "safetensors":
-        assert_same(safetensors.numpy.load_file(tmp_path / "b"), {"new.layers.w": expected["new"]["layers"]["w"]})
+        named = {"new.layers.w": expected["new"]["layers"]["w"], "kept": np.ones(4)}
+        assert_same(safetensors.numpy.load_file(tmp_path / "b"), named)
     else:
         assert_same(flax_ckpt_compat.restore(tmp_path / "b"), expected)
 
@@ -503,7 +507,7 @@ def saved_again(folder: str, n: int = 2) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("after", "act", "error"),
     [
-        ("write", flipped, "w has other values"),
+        ("write", flipped, "dst/checkpoint_1 does not hold .*: w has other values"),
         ("write", of_other_dtype, "w is int32.*, expected float32"),
         ("write", saved_again("src"), "was replaced while it was read"),
         ("compare", saved_again("src"), "was replaced while it was read"),
