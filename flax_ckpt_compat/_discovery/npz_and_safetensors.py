@@ -62,7 +62,7 @@ _DAMAGE = (
 
 
 class _WholeReader(Reader):
-    """Reader of arrays that are read whole, from which slices are cut; an unsupported one has its error as locator."""
+    """Reader of arrays that are read whole, from which slices are cut."""
 
     format = Format.MSGPACK  # by whose rules its leaves are restored
     places_on_device, keeps_lists = False, False
@@ -79,9 +79,6 @@ class _WholeReader(Reader):
         """Read leaves, and once those that slices are cut from; see `Reader.read`."""
         keys = [one.whole or number for number, one in enumerate(handles)]
         leaves = {key: one.whole or one for key, one in zip(keys, handles, strict=True)}
-        for leaf in leaves.values():
-            if leaf.kind is LeafKind.UNSUPPORTED:
-                raise leaf.locator
         values = dict(zip(leaves, self.read_whole(list(leaves.values())), strict=True))
         return [one.cut(values[key]) for key, one in zip(keys, handles, strict=True)]
 
@@ -92,7 +89,7 @@ class _WholeReader(Reader):
 
 
 class NpzReader(_WholeReader):
-    """Reader of one archive, by Python's zipfile; locators are members."""
+    """Reader of one archive, by Python's zipfile; locators are members, or the errors of those that are not read."""
 
     def __init__(self, location: Location):
         """Read the archive's directory, and the header of each array."""
@@ -142,8 +139,8 @@ class NpzReader(_WholeReader):
         return in_parallel(self._array, leaves, self._at_once)
 
     def _array(self, leaf: LeafHandle) -> np.ndarray[Any, Any]:
-        assert leaf.dtype is not None
         with self._opened(leaf.locator, leaf.name) as stream:
+            assert leaf.dtype is not None
             is_fortran = _header(stream)[2]
             array = memory.empty(leaf.shape[::-1] if is_fortran else leaf.shape, leaf.dtype)
             missing = memory.as_bytes(array)
@@ -157,8 +154,6 @@ class NpzReader(_WholeReader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
         if handle is not None:
-            if handle.kind is LeafKind.UNSUPPORTED:
-                raise handle.locator
             with self._opened(handle.locator, handle.name, errors.ChecksumError) as stream:
                 while stream.read(_PIECE):
                     pass
@@ -166,9 +161,11 @@ class NpzReader(_WholeReader):
 
     @contextmanager
     def _opened(
-        self, member: zipfile.ZipInfo, name: str, kind: _Kind = errors.CorruptCheckpointError
+        self, member: zipfile.ZipInfo | errors.CheckpointError, name: str, kind: _Kind = errors.CorruptCheckpointError
     ) -> Iterator[IO[bytes]]:
-        """Open the member of an array."""
+        """Open the member of an array; raise the error in its place."""
+        if isinstance(member, errors.CheckpointError):
+            raise member
         _check_open(self._sources[0])
         with (
             _naming_damage(self.location, f"{name} does not decode", name, kind),
@@ -232,14 +229,9 @@ class SafetensorsReader(_WholeReader):
             with _naming_damage(file, "its header does not decode"):
                 for path, leaf in self._leaves(file, source, header):
                     if path in leaves:
-                        raise _damaged(file, f"{show_path(path)} is in another shard, too", show_path(path))
+                        raise _damaged(file, f"{'.'.join(path)} is in another shard, too", show_path(path))
                     leaves[path] = leaf
         self.tree: Node = _tree(self.location, leaves, ".")
-        for leaf in leaves.values():
-            if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.UNSUPPORTED:  # by its key path in this tree
-                shown, (file, found) = show_path(leaf.path), leaf.locator
-                what = f"{file}: {shown} is of the dtype {found!r:.40}, which numpy does not have; cast it elsewhere"
-                leaf.locator = errors.UnsupportedLeafError(what, path=file.path, leaf=shown)
 
     def _open(self, file: Location) -> tuple[Location, Source, bytes]:
         """Return a file, open, and the text of its header."""
@@ -277,15 +269,15 @@ class SafetensorsReader(_WholeReader):
         self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int, begin: int
     ) -> LeafHandle:
         """Return a tensor, whose bytes begin where those before it end."""
-        leaf, shape, (start, stop) = show_path(path), entry["shape"], entry["data_offsets"]
+        shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if not isinstance(shape, list) or any(type(one) is not int for one in (*shape, start, stop)):
-            raise ValueError(f"the shape {shape!r:.100} of {leaf}, or offsets, that are no integers")
+            raise ValueError(f"the shape {shape!r:.100} of {name}, or offsets, that are no integers")
         known = _DTYPES.get(entry["dtype"])
         dtype = dtype_from_name(known) if known else None
         nbytes = stop - start if dtype is None else _nbytes_of(shape, dtype)
         if stop > source.size - data or stop - start != nbytes or nbytes < 0 or data + start != begin:
             found = f"{start} to {stop} of {source.size - data}, and needs {nbytes} from {begin - data}"
-            raise _damaged(file, f"{leaf} has bytes {found}", leaf)
+            raise _damaged(file, f"{name} has bytes {found}", show_path(path))
         if dtype is not None:
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
         about = name, self, (file, entry["dtype"])
@@ -295,6 +287,10 @@ class SafetensorsReader(_WholeReader):
         """See `_WholeReader.read_whole`."""
         found, reads = list[Any](), list[Read]()
         for leaf in leaves:
+            if leaf.kind is LeafKind.UNSUPPORTED:
+                (file, dtype), shown = leaf.locator, show_path(leaf.path)
+                what = f"{file}: {shown} is of the dtype {dtype!r:.40}, which numpy does not have; cast it elsewhere"
+                raise errors.UnsupportedLeafError(what, path=file.path, leaf=shown)
             found.append(leaf.locator)
             if leaf.dtype is not None:
                 source, offset = leaf.locator
