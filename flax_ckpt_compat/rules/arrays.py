@@ -75,8 +75,7 @@ def rearranged(trees: Trees, pattern: str, function: Callable[[Any], Any], how: 
 
     def changed(leaf: Array, *_: Any) -> Node:
         shape = function(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())).shape
-        note = how or f"{leaf.shape} → {shape}"
-        return derived(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
+        return derived(leaf, lambda value: function(value).copy("C"), how or f"{leaf.shape} → {shape}", shape=shape)
 
     return each_leaf(trees, pattern, changed)
 
@@ -378,7 +377,8 @@ def wrap_key_data(trees: Trees, pattern: str, impl: str | None = None) -> Node:
         try:
             keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"not data of keys of {name} ({error}); name another impl, or do not match it") from error
+            why = str(error).partition(" for impl=")[0]  # of which jax prints the addresses of functions
+            raise ValueError(f"not data of keys of {name} ({why}); name another impl, or do not match it") from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
     return each_leaf(trees, pattern, changed, "array of uint32", lambda one: is_array(one) and one.dtype == np.uint32)

@@ -279,6 +279,6 @@ def unused_moments(stored: Node, tree: Node, target: Node) -> list[str]:
     begun = {end for path, leaf in leaves if leaf is Own.KEEP_TARGET for end in moments(path)}
     rest = {leaf.path for _, leaf in iter_leaves(stored) if isinstance(leaf, LeafHandle)} - used
     goes_on = {end for path in used for end in moments(path)}
-    idle = {end: path for path in sorted(rest) for end in moments(path) if end not in goes_on}
     sources = [one.path for path, leaf in leaves if not begun.isdisjoint(ends(path)) for one in handles_of(leaf)]
-    return sorted({show_path(idle[end]) for path in sources for end in ends(path) if end in idle})
+    idle = {end for path in sources for end in ends(path)} - goes_on
+    return [show_path(path) for path in sorted(rest) if not idle.isdisjoint(moments(path))]
