@@ -10,19 +10,19 @@ from typing import Any
 from flax_ckpt_compat._core.errors import ForkedProcessError
 from flax_ckpt_compat._core.thread_pools import run_apart
 
-_used_by = set[str]()  # "this process", or "its parent", which may be any process that it was forked from
-os.register_at_fork(after_in_child=lambda: _used_by.update({"its parent"} if _used_by else ()))
+_used = {"here": False, "before a fork": False}  # by this process, or one that it was forked from
+os.register_at_fork(after_in_child=lambda: _used.update({"before a fork": any(_used.values())}))
 
 
 def load_tensorstore() -> Any:
     """Import TensorStore and return it; raise ForkedProcessError if it was used before this process was forked."""
-    if "its parent" in _used_by:
+    if _used["before a fork"]:
         raise ForkedProcessError(
             "this process was forked from one that had used TensorStore, which reads unusual codecs, and would abort "
             "it. Restore and save in the parent, or start processes by 'spawn' or 'forkserver' "
             "(multiprocessing.set_start_method; multiprocessing_context= of data loaders)"
         )
-    _used_by.add("this process")
+    _used["here"] = True
     if "tensorstore" not in sys.modules:
         # In another thread: after Ctrl-C interrupted it, a second import aborts the process (0.1.86, measured).
         run_apart(lambda: importlib.import_module("tensorstore"))

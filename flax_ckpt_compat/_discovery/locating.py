@@ -197,7 +197,7 @@ def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir
     with suppress(errors.CheckpointError, OSError):
         directory = Directory(checkpoint_dir, tolerant=True)
         if one := directory.newest(lambda found: found.is_complete and found.location != path):
-            errors.add_sentence(error, f"The newest other one that looks complete is {one.name}: pass step={one.text}.")
+            errors.add_sentence(error, f"The newest other one that looks complete is {one.name}: pass step {one.text}.")
 
 
 def _nothing(

@@ -206,7 +206,7 @@ def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointNotFoundError, match="nothing to compare"):
         diff(tmp_path, tmp_path / "nowhere")
     (tmp_path / "checkpoint_2").write_bytes(b"\x81\xa1x")
-    hint = r"a checkpoint\. The newest other one that looks complete is checkpoint_1: pass step=1\.$"
+    hint = r"a checkpoint\. The newest other one that looks complete is checkpoint_1: pass step 1\.$"
     with pytest.raises(errors.CorruptCheckpointError, match=hint):
         diff(tmp_path, tmp_path / "other")
     beside = (tmp_path / "checkpoint_2").rename(tmp_path / "checkpoint_1 of another")
