@@ -110,7 +110,7 @@ class Checkpoint(_Shown):
     def _report(self) -> Report:
         from flax_ckpt_compat._view import show  # not for programs that only read
 
-        return show.short_report(show.contents_of(self._opened))
+        return show.short_report(show.choose_among(self._opened))
 
     def close(self) -> None:
         """Close the files; values already read stay valid."""

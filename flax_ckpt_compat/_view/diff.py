@@ -30,6 +30,10 @@ Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _MARKS = {"only in a": "-", "only in b": "+"}
 _COLORS = {"-": "red", "+": "green", "~": "yellow"}
 _MAX_LINES = 60
+_Pair = tuple[Path, LeafHandle, LeafHandle]
+_Tolerance = tuple[float, float] | None  # rtol and atol, or None to compare bits
+_AT_ONCE, _PART = 2, 8 << 20  # so many parts of both, in bytes
+_MAX_TEXT = 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,48 +83,7 @@ class Diff(_Shown):
         return Report(_lines(self), lambda: for_json(self), found=not self.same)
 
 
-def _lines(found: Diff) -> Iterator[Line]:
-    """Yield the checkpoints, a line for each difference, or for those of numbered layers, and the counts."""
-    for name, path, format in zip("ab", (found.a, found.b), found.formats, strict=True):
-        yield Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2)
-    by_path = {one.path: one for one in found.differences}
-    types_of = {one.path: " → ".join(dict.fromkeys(filter(None, (one.a, one.b)))) for one in found.differences}
-    rows = [Row((one.path,), (one.kind, types_of[one.path])) for one in found.differences]
-    folded = fold(rows)
-    for row in folded[:_MAX_LINES]:
-        kind, types = row.detail
-        numbers = _numbers([by_path[member.names[0]].values for member in row.members])
-        text, mark = ": ".join(filter(None, (types, numbers))), _MARKS.get(kind, "~")
-        yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
-    if left := sum(row.count for row in folded[_MAX_LINES:]):
-        yield Line(f"… and {left} more leaves: see .differences, or --json", hang=4)
-    words = [f"{counted(found.identical, 'leaf')} identical"]
-    words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
-    for kind, count in Counter(one.kind for one in found.differences).items():
-        words.append(f"{count} {kind if kind.startswith('only') else f'of other {kind}'}")
-    yield Line(", ".join(words) + ".")
-
-
-def _numbers(values: Sequence[Values | None]) -> str:
-    """Return how values differ: the elements of all, and the largest differences of any."""
-    there = [one for one in values if one is not None]
-    other, size, nan = (sum(getattr(one, name) for one in there) for name in ("other_values", "size", "only_one_nan"))
-    if not other:
-        return "the same values, of other bits (-0.0, NaN)" if any(one.other_bits for one in there) else ""
-    if size == len(there) == 1 and not nan:  # a scalar, whose values are shown
-        return ""
-    words = [f"{other} of {size} elements"]
-    for name in ("abs", "rel"):
-        if known := [most for one in there if (most := getattr(one, f"max_{name}")) is not None]:
-            words.append(f"max {name} {max(known):.3g}")
-    return ", ".join([*words, f"{nan} NaN in one only"] if nan else words)
-
-
-_Pair = tuple[Path, LeafHandle, LeafHandle]
 _Outcome = LeafDifference | Literal["identical", "tolerated"]
-_Tolerance = tuple[float, float] | None  # rtol and atol, or None to compare bits
-_AT_ONCE, _PART = 2, 8 << 20  # so many parts of both, in bytes
-_MAX_TEXT = 40
 
 
 def diff(
@@ -270,3 +233,40 @@ def _same_type(a: LeafHandle, b: LeafHandle) -> bool:
 def _text(value: Any) -> str:
     text = repr(value) if isinstance(value, str | bytes) else str(value)
     return f" {text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + '…'}"
+
+
+def _lines(found: Diff) -> Iterator[Line]:
+    """Yield the checkpoints, a line for each difference, or for those of numbered layers, and the counts."""
+    for name, path, format in zip("ab", (found.a, found.b), found.formats, strict=True):
+        yield Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2)
+    by_path = {one.path: one for one in found.differences}
+    types_of = {one.path: " → ".join(dict.fromkeys(filter(None, (one.a, one.b)))) for one in found.differences}
+    rows = [Row((one.path,), (one.kind, types_of[one.path])) for one in found.differences]
+    folded = fold(rows)
+    for row in folded[:_MAX_LINES]:
+        kind, types = row.detail
+        numbers = _numbers([by_path[member.names[0]].values for member in row.members])
+        text, mark = ": ".join(filter(None, (types, numbers))), _MARKS.get(kind, "~")
+        yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
+    if left := sum(row.count for row in folded[_MAX_LINES:]):
+        yield Line(f"… and {left} more leaves: see .differences, or --json", hang=4)
+    words = [f"{counted(found.identical, 'leaf')} identical"]
+    words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
+    for kind, count in Counter(one.kind for one in found.differences).items():
+        words.append(f"{count} {kind if kind.startswith('only') else f'of other {kind}'}")
+    yield Line(", ".join(words) + ".")
+
+
+def _numbers(values: Sequence[Values | None]) -> str:
+    """Return how values differ: the elements of all, and the largest differences of any."""
+    there = [one for one in values if one is not None]
+    other, size, nan = (sum(getattr(one, name) for one in there) for name in ("other_values", "size", "only_one_nan"))
+    if not other:
+        return "the same values, of other bits (-0.0, NaN)" if any(one.other_bits for one in there) else ""
+    if size == len(there) == 1 and not nan:  # a scalar, whose values are shown
+        return ""
+    words = [f"{other} of {size} elements"]
+    for name in ("abs", "rel"):
+        if known := [most for one in there if (most := getattr(one, f"max_{name}")) is not None]:
+            words.append(f"max {name} {max(known):.3g}")
+    return ", ".join([*words, f"{nan} NaN in one only"] if nan else words)

@@ -22,10 +22,11 @@ from flax_ckpt_compat._discovery.contents import Layout, contents_of
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
+_log = logging.getLogger("flax_ckpt_compat")
 _Result = TypeVar("_Result")
+_OURS = "flax_ckpt_compat"
 Count = Callable[..., None]  # takes numbers of bytes, in any thread, and words to show beside their bar
-# Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
-Begin = Callable[[Callable[[], int]], Count]
+Begin = Callable[[Callable[[], int]], Count]  # begins a bar: takes a function that returns its total, in bytes
 BAR: ContextVar[Begin] = ContextVar("BAR", default=lambda _: lambda *_: None)  # commands show one
 
 
@@ -96,10 +97,6 @@ def read_one(
             return read(opened)
 
     return locating.read_found(checkpoint_dir, step, read_at, doing=doing)
-
-
-_log = logging.getLogger("flax_ckpt_compat")
-_OURS = "flax_ckpt_compat"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

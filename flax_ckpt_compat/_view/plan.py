@@ -30,7 +30,7 @@ from flax_ckpt_compat._view.report import Line, Report, Table, _Shown, for_json
 Owners = dict[Reader, str]  # reader of an item → its name
 # Beyond this, rows of numbered layers are folded; then what keeps its name comes last, and the rest is counted.
 MAX_ROWS = 24
-_SAME, _TARGET = "same name", ", target "
+_SAME, _TARGET = "same name", ", target "  # in the cells of a row, by which the table also sorts
 _OWN = {"missing": "MISSING", "target": "target ({})"}
 _COUNTED = {
     "checkpoint": "from the checkpoint",
@@ -216,7 +216,7 @@ def plan_restore(
 def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     leaves: list[PlannedLeaf] = []
     unused: list[str] = []
-    unused_nbytes = 0
+    unused_size = 0
     needed: dict[Any, int] = {}
     # Rules may move leaves from one item to another.
     owners: Owners = {opened.reader(name): name for name in opened.parts} if plans.is_mapping else {}
@@ -230,12 +230,13 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
             source = stored[path]
             if isinstance(source, LeafHandle | Derived):  # None and empty containers hold no values
                 unused.append(show_path((*item, *(source.path if isinstance(source, LeafHandle) else path))))
-                unused_nbytes += sum(needs(source).values())
-    nbytes, trees = sum(needed.values()), tuple(plans.items.values())
+                unused_size += sum(needs(source).values())
+    size, trees = sum(needed.values()), tuple(plans.items.values())
     raises, why = _refusal(plans)
     succeeds = raises is not None and not any(True for tree in trees for _ in refusals(tree, as_flax=True))
-    lists = tuple(leaves), tuple(unused)
-    return Plan(opened.path, opened.format, *lists, nbytes, raises, why, unused_nbytes, succeeds, _plans=trees)
+    return Plan(
+        opened.path, opened.format, tuple(leaves), tuple(unused), size, raises, why, unused_size, succeeds, _plans=trees
+    )
 
 
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
@@ -279,7 +280,7 @@ def _planned(leaf: LeafPlan, item: Path, owners: Owners, origin: str) -> Planned
         if leaf.cast is not None:  # a number, converted to the target's type
             shape, dtype = ((), leaf.cast) if hasattr(target, "shape") else (None, None)
         elif source.kind is not LeafKind.NUMPY_SCALAR:
-            wanted = shape, dtype = None, None
+            shape, dtype, wanted = None, None, (None, None)
     dtype = dtype if dtype is None or leaf.cast is None else leaf.cast
     origin, how = ("computed", source.how) if isinstance(source, Derived) else ("checkpoint", leaf.why)
     sources, nbytes = _sources(source, item, owners), sum(needs(source).values())
@@ -328,7 +329,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
         if trees and plan.missing and not is_explained:
             yield Line("Nothing stored fits what is missing as it is; rules.fuse and rules.split join and divide it.")
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
-            yield Line(printable(str([*tree.problems, shape_remedies(tree, tree.shapes)][0])))
+            yield Line(printable(str(tree.problems[0]) if tree.problems else shape_remedies(tree, tree.shapes)))
     elif not (found.doubts and found.rules and is_explained):
         is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
         sure = "These rules would map it" if is_all else "These rules would map a part of it"
@@ -349,7 +350,7 @@ def _row(leaf: PlannedLeaf) -> Row:
         source = _SAME
     wanted = [str(leaf.target_shape)] * leaf.is_reshaped + [str(leaf.target_dtype)] * leaf.is_retyped
     what = "" if leaf.shape is None else f"{leaf.shape} {leaf.dtype}"
-    what = f"{what}, target {' '.join(wanted)}" if wanted else what
+    what = f"{what}{_TARGET}{' '.join(wanted)}" if wanted else what
     return Row((leaf.path, source), ("magenta" if leaf.is_reshaped else _STYLES[leaf.origin], what))
 
 

@@ -95,7 +95,9 @@ class Report:
 
 
 class _Shown:
-    """A result that users hold: it prints as the text of its report, and notebooks show the same in colours."""
+    """A result that users hold: it prints as the text of its report, and notebooks show the same in colours.
+
+    Private by name although other modules derive from it: to users, such a base is no part of their classes."""
 
     __slots__ = ()
 

@@ -35,7 +35,7 @@ _Types = dict[Path, tuple[str, str]]  # type and sharding of each leaf, as shown
 
 
 @dataclasses.dataclass(slots=True)
-class Contents(metadata.StoredLeaves):
+class ChosenLeaves(metadata.StoredLeaves):
     """The leaves of a checkpoint that were asked for; its files may be closed."""
 
     stored: int = 0  # number of all leaves
@@ -49,7 +49,7 @@ class Contents(metadata.StoredLeaves):
 
 
 @depth.limited("shown")
-def contents(
+def choose_leaves(
     path: str | os.PathLike[str],
     *,
     step: SupportsFloat | str | None = None,
@@ -57,25 +57,25 @@ def contents(
     item: str | None = None,
     pattern: str | None = None,
     stats: bool = False,
-) -> Contents:
+) -> ChosenLeaves:
     """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
     paths, or from the root if it begins with ``^``."""
-    read = functools.partial(contents_of, pattern=pattern, stats=stats)
+    read = functools.partial(choose_among, pattern=pattern, stats=stats)
     checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
     return metadata.read_one(checkpoint_dir, read, step=step, item=item, doing="show")
 
 
-def contents_of(opened: Opened, pattern: str | None = None, *, stats: bool = False) -> Contents:
-    """Return what is in an open checkpoint; see `contents`."""
+def choose_among(opened: Opened, pattern: str | None = None, *, stats: bool = False) -> ChosenLeaves:
+    """Return what is in an open checkpoint; see `choose_leaves`."""
     stored = metadata.leaves_of(opened)
-    chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
-    leaves = {path: leaf for path, leaf in stored.leaves.items() if path in chosen}
-    empty = {path: what for path, what in stored.empty.items() if path in chosen}
+    wanted = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
+    leaves = {path: leaf for path, leaf in stored.leaves.items() if path in wanted}
+    empty = {path: what for path, what in stored.empty.items() if path in wanted}
     shardings = {path: text for path, handle in leaves.items() if (text := handle.sharding) is not None}
     numbers = _stats(leaves) if stats else None
-    return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, numbers)
+    return ChosenLeaves(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, numbers)
 
 
 def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
@@ -124,22 +124,22 @@ class _Row:
 
 
 @depth.limited("shown")
-def _rows(contents: Contents, *, folds: bool = True) -> list[_Row]:
+def _rows(chosen: ChosenLeaves, *, folds: bool = True) -> list[_Row]:
     """Return the root, and all below it, from the top down; if it ``folds``, equal numbered subtrees are one row."""
-    leaves: dict[Path, LeafHandle | str] = {**contents.leaves, **contents.empty}
-    types = {path: (metadata.describe(leaf), _sharding(contents.shardings.get(path))) for path, leaf in leaves.items()}
-    return list(_rows_of(contents, types, list(leaves), "", show_path(()), folds=folds))
+    leaves: dict[Path, LeafHandle | str] = {**chosen.leaves, **chosen.empty}
+    types = {path: (metadata.describe(leaf), _sharding(chosen.shardings.get(path))) for path, leaf in leaves.items()}
+    return list(_rows_of(chosen, types, list(leaves), "", show_path(()), folds=folds))
 
 
 def _rows_of(
-    contents: Contents, types: _Types, paths: list[Path], above: str, name: str, level: int = 0, *, folds: bool
+    chosen: ChosenLeaves, types: _Types, paths: list[Path], above: str, name: str, level: int = 0, *, folds: bool
 ) -> Iterator[_Row]:
     """Yield the row of a node, or of equal ones, with these leaves and empty nodes, and all below it."""
-    handles = [contents.leaves[path] for path in paths if path in contents.leaves]
+    handles = [chosen.leaves[path] for path in paths if path in chosen.leaves]
     totals = f"{above}{name}", name, level, len(handles), sum(handle.nbytes for handle in handles)
     rest = [path for path in paths if len(path) > level]  # JSON items may be beside a tree that is one leaf
     if not rest:
-        found = [contents.stats[path] for path in paths if path in contents.stats] if contents.stats else []
+        found = [chosen.stats[path] for path in paths if path in chosen.stats] if chosen.stats else []
         stats = functools.reduce(Stats.merge, found, Stats()) if found else None
         yield _Row(*totals, *types[paths[0]], stats)
         return
@@ -157,31 +157,31 @@ def _rows_of(
     root = f"{above}{name}/" if level else ""
     for row in fold(rows):
         inside = [path for one in row.members for path in below[one.names[0]]]
-        yield from _rows_of(contents, types, inside, root, row.names[0], level + 1, folds=folds)
+        yield from _rows_of(chosen, types, inside, root, row.names[0], level + 1, folds=folds)
 
 
-def title(contents: Contents) -> str:
+def title(chosen: ChosenLeaves) -> str:
     """Return the first line: path, format, leaves and size."""
-    chosen = "" if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of "
-    path, count = printable(contents.path, one_line=True), counted(contents.stored, "leaf")
-    return f"{path} ({contents.format}): {chosen}{count}, {format_size(contents.nbytes)}"
+    part_of = "" if len(chosen.leaves) == chosen.stored else f"{len(chosen.leaves)} of "
+    path, count = printable(chosen.path, one_line=True), counted(chosen.stored, "leaf")
+    return f"{path} ({chosen.format}): {part_of}{count}, {format_size(chosen.nbytes)}"
 
 
-def report(contents: Contents, levels: int | None = None) -> Report:
+def report(chosen: ChosenLeaves, levels: int | None = None) -> Report:
     """Return what is shown of a checkpoint; ``levels`` is the number of levels of the tree, None for all."""
-    return Report(_lines(contents, levels), functools.partial(_to_json, contents))
+    return Report(_lines(chosen, levels), functools.partial(_to_json, chosen))
 
 
-def short_report(contents: Contents) -> Report:
+def short_report(chosen: ChosenLeaves) -> Report:
     """Return the report with as many levels of the tree as a notebook has room for."""
-    levels = sorted(row.level for row in _rows(contents))
-    return report(contents, max(1, levels[_MAX_ROWS] - 1) if len(levels) > _MAX_ROWS else None)
+    levels = sorted(row.level for row in _rows(chosen))
+    return report(chosen, max(1, levels[_MAX_ROWS] - 1) if len(levels) > _MAX_ROWS else None)
 
 
-def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
+def _lines(chosen: ChosenLeaves, levels: int | None) -> Iterator[Line | Table]:
     """Yield a row for each subtree and leaf, those of numbered layers folded, red ones for NaN and infinity."""
-    yield Line(title(contents), hang=2)
-    rows = _rows(contents)
+    yield Line(title(chosen), hang=2)
+    rows = _rows(chosen)
     rows = [row for row in rows[1:] or rows if levels is None or row.level <= levels]
     cells = list(map(_cells, rows))
     shown = [n for n, heading in enumerate(_HEADINGS) if heading in _LEFT[:2] or any(row[n] for row in cells)]
@@ -192,7 +192,7 @@ def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
         ["red" if row.stats and (row.stats.nan or row.stats.inf) else None for row in rows],
     )
     yield Line("")
-    totals = _by_dtype(contents).items()
+    totals = _by_dtype(chosen).items()
     sizes = [(name, str(one["leaves"]), format_size(one["nbytes"]) if one["nbytes"] else "") for name, one in totals]
     yield Table(("dtype", "leaves", "size"), sizes, {1, 2})
 
@@ -224,10 +224,10 @@ def _sharding(text: str | None) -> str:
     return _short(f"P({spec}) of {mesh}")
 
 
-def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
+def _by_dtype(chosen: ChosenLeaves) -> dict[str, dict[str, int]]:
     """Return numbers and sizes of leaves by dtype, or by the kind of Python values and keys, the largest first."""
     found: dict[str, dict[str, int]] = {}
-    for leaf in contents.leaves.values():
+    for leaf in chosen.leaves.values():
         has_dtype = leaf.dtype is not None and leaf.kind is not LeafKind.PRNG_KEY
         one = found.setdefault(str(leaf.dtype) if has_dtype else leaf.kind.value, {"leaves": 0, "nbytes": 0})
         one["leaves"] += 1
@@ -235,28 +235,28 @@ def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0])))
 
 
-def _to_json(contents: Contents) -> dict[str, Any]:
+def _to_json(chosen: ChosenLeaves) -> dict[str, Any]:
     """Return every leaf, and totals by dtype, as what JSON holds."""
     leaves = []
-    for path, leaf in contents.leaves.items():
+    for path, leaf in chosen.leaves.items():
         shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape}
-        shown |= {"dtype": leaf.dtype, "nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
-        if contents.stats is not None:
-            shown["stats"] = contents.stats.get(path)
+        shown |= {"dtype": leaf.dtype, "nbytes": leaf.nbytes, "sharding": chosen.shardings.get(path)}
+        if chosen.stats is not None:
+            shown["stats"] = chosen.stats.get(path)
         leaves.append(shown)
-    empty = {show_path(path): what for path, what in contents.empty.items()}
-    found = {"path": contents.path, "format": contents.format, "stored": contents.stored, "nbytes": contents.nbytes}
-    return {**found, "leaves": for_json(leaves), "empty": empty, "dtypes": _by_dtype(contents)}
+    empty = {show_path(path): what for path, what in chosen.empty.items()}
+    found = {"path": chosen.path, "format": chosen.format, "stored": chosen.stored, "nbytes": chosen.nbytes}
+    return {**found, "leaves": for_json(leaves), "empty": empty, "dtypes": _by_dtype(chosen)}
 
 
-def treemap(contents: Contents) -> str:
+def treemap(chosen: ChosenLeaves) -> str:
     """Return a treemap of sizes as HTML: a click zooms, and each box says its path, type and size."""
     try:
         from plotly import graph_objects
     except ImportError:
         message = "the treemap needs plotly: python -m pip install 'flax-ckpt-compat[plots]'"
         raise SettingError(message) from None
-    root, *rows = _rows(contents, folds=len(contents.leaves) > _MAX_BOXES)
+    root, *rows = _rows(chosen, folds=len(chosen.leaves) > _MAX_BOXES)
     boxes = [root, *(row for row in rows if row.nbytes)]
     drawn = graph_objects.Treemap(
         ids=[row.path for row in boxes],

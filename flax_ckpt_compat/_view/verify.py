@@ -25,6 +25,9 @@ from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 State = Literal["ok", "unverified", "damaged", "unreadable"]
 # From the best to the worst, with the colours of their lines.
 _COLORS: dict[State, str] = {"ok": "green", "unverified": "yellow", "unreadable": "yellow", "damaged": "red"}
+_AT_ONCE = 4
+_NO_DAMAGE = (errors.StorageError, errors.OutOfMemoryError, errors.UnsupportedLeafError, errors.ReplacedError)
+_UNOPENED = (errors.IncompleteCheckpointError, errors.CorruptCheckpointError, *_NO_DAMAGE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,43 +120,6 @@ class Verification(_Shown):
 
 def _worst(states: Sequence[State]) -> State:
     return max(states, key=list(_COLORS).index, default="ok")
-
-
-def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
-    """Return what is shown below the checkpoints; if ``strict``, missing checksums and unexpected files count, too."""
-    checkpoints = [checkpoint for one in found for checkpoint in one.checkpoints]
-    counts = Counter(one.state for one in checkpoints)
-    words = [f"{counts[state]} {state}" for state in _COLORS if counts[state] or state == "ok"]
-    strange = sum(bool(one.unexpected) for one in checkpoints)
-    words += [f"{strange} with unexpected files"] if strange else []
-    text = f"{counted(len(checkpoints), 'checkpoint')}: {', '.join(words)}."
-    if counts["unverified"]:
-        text += "\nUnverified: all leaves decode, but no recorded checksums cover them: changed values would not show."
-    is_bad = not all(one.verified if strict else not one.damaged for one in found)
-    return Report([Line(text, hang=2)], lambda: list(map(for_json, found)), found=is_bad)
-
-
-def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
-    """Yield a line with state, leaves, size, format and path, then what is wrong and what lies there unexpectedly."""
-    word = checkpoint.state if checkpoint.state in ("ok", "unverified") else checkpoint.state.upper()
-    count, size = counted(len(checkpoint.leaves), "leaf"), format_size(checkpoint.nbytes)
-    title = f"{word:<10}  {count:>12}  {size:>8}  {checkpoint.format or '-':<7}  {checkpoint.path}"
-    yield Line(printable(title, one_line=True), _COLORS[checkpoint.state], hang=2)
-    start = f"{checkpoint.path}: "  # which the line above names
-    wrong = [(one, one.why.removeprefix(start).removeprefix(f"{checkpoint.path}/")) for one in checkpoint.leaves]
-    rows = [Row((one.path, why.removeprefix(f"{one.path}: ")), (one.state,)) for one, why in wrong if why]
-    found, more = text_formatting.shown(rows)
-    details = [f"{row.detail[0]}: {row.names[0]}{row.note}: {row.names[1]}" for row in found]
-    details += [f"and {more} more"] if more else []
-    details += [text.removeprefix(start) for text in checkpoint.damage]
-    if checkpoint.unexpected:
-        details.append(f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}")
-    yield from (Line(printable(f"  {detail}", one_line=True), hang=4) for detail in details)
-
-
-_AT_ONCE = 4
-_NO_DAMAGE = (errors.StorageError, errors.OutOfMemoryError, errors.UnsupportedLeafError, errors.ReplacedError)
-_UNOPENED = (errors.IncompleteCheckpointError, errors.CorruptCheckpointError, *_NO_DAMAGE)
 
 
 def verify(
@@ -307,3 +273,35 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> dict[LeafHandle, Any]:
             reader.read(batch)
             return {}
     return _attempts(read, batch)
+
+
+def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
+    """Return what is shown below the checkpoints; if ``strict``, missing checksums and unexpected files count, too."""
+    checkpoints = [checkpoint for one in found for checkpoint in one.checkpoints]
+    counts = Counter(one.state for one in checkpoints)
+    words = [f"{counts[state]} {state}" for state in _COLORS if counts[state] or state == "ok"]
+    strange = sum(bool(one.unexpected) for one in checkpoints)
+    words += [f"{strange} with unexpected files"] if strange else []
+    text = f"{counted(len(checkpoints), 'checkpoint')}: {', '.join(words)}."
+    if counts["unverified"]:
+        text += "\nUnverified: all leaves decode, but no recorded checksums cover them: changed values would not show."
+    is_bad = not all(one.verified if strict else not one.damaged for one in found)
+    return Report([Line(text, hang=2)], lambda: list(map(for_json, found)), found=is_bad)
+
+
+def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
+    """Yield a line with state, leaves, size, format and path, then what is wrong and what lies there unexpectedly."""
+    word = checkpoint.state if checkpoint.state in ("ok", "unverified") else checkpoint.state.upper()
+    count, size = counted(len(checkpoint.leaves), "leaf"), format_size(checkpoint.nbytes)
+    title = f"{word:<10}  {count:>12}  {size:>8}  {checkpoint.format or '-':<7}  {checkpoint.path}"
+    yield Line(printable(title, one_line=True), _COLORS[checkpoint.state], hang=2)
+    start = f"{checkpoint.path}: "  # which the line above names
+    wrong = [(one, one.why.removeprefix(start).removeprefix(f"{checkpoint.path}/")) for one in checkpoint.leaves]
+    rows = [Row((one.path, why.removeprefix(f"{one.path}: ")), (one.state,)) for one, why in wrong if why]
+    found, more = text_formatting.shown(rows)
+    details = [f"{row.detail[0]}: {row.names[0]}{row.note}: {row.names[1]}" for row in found]
+    details += [f"and {more} more"] if more else []
+    details += [text.removeprefix(start) for text in checkpoint.damage]
+    if checkpoint.unexpected:
+        details.append(f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}")
+    yield from (Line(printable(f"  {detail}", one_line=True), hang=4) for detail in details)

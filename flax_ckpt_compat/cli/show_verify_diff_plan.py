@@ -36,7 +36,7 @@ def show(path: str, depth: int | None, html: str | None, *, stats: bool, as_json
     from flax_ckpt_compat._view import report
     from flax_ckpt_compat._view import show as tree
 
-    found = tree.contents(path, stats=stats, **options)
+    found = tree.choose_leaves(path, stats=stats, **options)
     if html is None or as_json:
         base.print_report(tree.report(found, depth), as_json=as_json)
     if html is not None:

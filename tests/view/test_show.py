@@ -187,7 +187,7 @@ def test_stats(real_orbax: bool, tmp_path: Path) -> None:
     assert found["text"] is None
     for width in (40, 60, 120):  # a narrow terminal folds cells, and cuts none
         console = rich.console.Console(file=io.StringIO(), width=width)
-        console.print(show.report(show.contents(tmp_path, stats=True)), crop=False)
+        console.print(show.report(show.choose_leaves(tmp_path, stats=True)), crop=False)
         assert sorted("".join(console.file.getvalue().split())) == sorted("".join(result.stdout.split()))
 
 
@@ -198,7 +198,7 @@ def test_stats_of_an_array_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyP
     large = np.ones((8, 2**20), np.float32)
     large[3, 7] = 5
     saved(tmp_path, {"large": large})
-    found = show.contents(tmp_path, stats=True)
+    found = show.choose_leaves(tmp_path, stats=True)
     assert found.stats is not None
     (stats,) = found.stats.values()
     assert (stats.finite, stats.max, stats.total) == (2**23, 5, 2**23 + 4)
@@ -225,7 +225,7 @@ def test_strange_trees(tmp_path: Path) -> None:
     assert json.loads(run(tmp_path / "checkpoint_3", "--json").stdout)["leaves"][-1]["path"] == r"mlp\/~\/0/w"
     assert len(texts[3]) < 5_000
     save_items(tmp_path / "manager", state={"w": np.ones(2)}, ema={"v": 1.5})
-    found = show.contents(tmp_path / "manager")
+    found = show.choose_leaves(tmp_path / "manager")
     assert found.leaves.keys() == {("state", "w"), ("ema", "v")}
     tree, _ = str(show.report(found)).split("\n\n")
     assert {line.split()[0] for line in tree.splitlines()[1:]} == {"leaf", "state", "w", "ema", "v"}
@@ -235,7 +235,7 @@ def test_empty_items_of_sequences_keep_their_places(tmp_path: Path) -> None:
     """``optax.chain`` holds states without leaves between others: they are listed where they are."""
     others = [np.ones((n, n)) for n in range(3, 12)]
     saved(tmp_path, {"opt": [(), {"mu": [np.ones(2)] * 12}, None, *others]})
-    tree, _ = str(show.report(show.contents(tmp_path))).split("\n\n")
+    tree, _ = str(show.report(show.choose_leaves(tmp_path))).split("\n\n")
     names = [line.split()[0] for line in tree.splitlines()[2:]]
     assert names == ["opt", "0", "1", "mu", "{0..11}", *map(str, range(2, 12))]
 
@@ -247,7 +247,7 @@ def test_damage(tmp_path: Path) -> None:
     largest = max((file for file in Path(path).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1000])
     with pytest.raises(errors.CorruptCheckpointError, match="w"):
-        show.contents(path, stats=True)
+        show.choose_leaves(path, stats=True)
 
 
 def test_the_page_has_a_treemap_above_the_tree(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_page_has_a_treemap_above_the_tree(tmp_path: Path) -> None:
         inside = [sizes[one] for one, above in parents.items() if above == path]
         assert not inside or sum(inside) == size
     saved(tmp_path / "many", {f"layer_{n}": {"w": np.zeros(2)} for n in range(501)})
-    map_of_many = show.treemap(show.contents(tmp_path / "many"))
+    map_of_many = show.treemap(show.choose_leaves(tmp_path / "many"))
     assert "501 of float64[2]" in map_of_many and "layer_500" not in map_of_many
 
 
