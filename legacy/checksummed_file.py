@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from flax_ckpt_compat._core import checksums
-from flax_ckpt_compat._core.byte_reads import (
-    PIECE_BYTES,
-    Deliver,
-    Read,
-    Run,
-    Source,
-    cut,
-    neighbours,
-    offset_of,
-    read_runs,
-)
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Run, Source, cut, neighbours, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.local.local_file import FileChecksums, LocalFile, recorded_checksums
 from flax_ckpt_compat._core.progress import OFF, Meter
@@ -68,7 +59,7 @@ class ChecksummedFile:
         """Read and verify the blocks that a range of the file intersects, but for those that were verified."""
         blocks = range(start // self._block_bytes, min(-(-stop // self._block_bytes), len(self._verified)))
         runs = [self._run(block, []) for block in blocks if not self._verified[block]]
-        read_runs(runs, bool, OFF, self._check)
+        read_runs(runs, lambda _: None, OFF, self._check)
         return True
 
     def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
@@ -122,7 +113,7 @@ class ChecksummedObject:
     def verify(self, _start: int, _stop: int) -> bool:
         """Read and verify the whole object once."""
         if not self.is_verified:
-            self.read([], bool, OFF, whole=True)
+            self.read([], lambda _: None, OFF, whole=True)
         return True
 
     def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
@@ -159,7 +150,7 @@ def _by_block(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], 
     """Cut reads where blocks of this size end; also return those without memory that were cut, or empty, with some."""
     parts: dict[int, list[Read]] = {}
     cut_reads: list[tuple[Read, memoryview]] = []
-    for read in sorted(reads, key=offset_of):
+    for read in sorted(reads, key=operator.attrgetter("offset")):
         if read.nbytes and read.offset // size == (read.offset + read.nbytes - 1) // size:
             parts.setdefault(read.offset // size, []).append(read)
             continue

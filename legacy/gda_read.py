@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -70,6 +70,15 @@ class FolderArray:
     def nbytes(self) -> int:
         """Return the size in memory, in bytes."""
         return math.prod(self.shape) * self.stored.itemsize
+
+
+class _Wanted(NamedTuple):
+    """An array of the folder, or a box of it, to read."""
+
+    array: FolderArray
+    path: Path  # key path of its leaf
+    box: Box
+    result: np.ndarray[Any, Any]  # the memory for the box
 
 
 def locate(checkpoint: Location, subpath: str, path: Path) -> FolderArray:
@@ -128,8 +137,7 @@ def read(wanted: Collection[LeafHandle], meter: Meter, *, verify: bool) -> list[
 
     Content checksums are always verified, with ``verify`` also those of metadata. Raise CorruptCheckpointError if a
     chunk is missing or does not decode."""
-    checked = set[str]()
-    pending: list[tuple[FolderArray, Path, Box, Any]] = []  # with the box to read, and the memory for it
+    checked, pending = set[str](), list[_Wanted]()
     for handle in wanted:
         array, path = handle.locator, handle.path
         if verify and array.is_sound is False:
@@ -141,25 +149,26 @@ def read(wanted: Collection[LeafHandle], meter: Meter, *, verify: bool) -> list[
             if array.subpath not in checked:
                 _check_unchanged(array, path)
             checked.add(array.subpath)
-            pending.append((array, path, box, memory.empty(array_boxes.shape_of(box), array.dtype)))
+            pending.append(_Wanted(array, path, box, memory.empty(array_boxes.shape_of(box), array.dtype)))
 
-    def read_chunk(parts: list[Any]) -> None:
-        (array, path, *_), cell, _ = parts[0]
-        with _translated(array, path):
-            data = _decode(array, (array.folder / (".".join(map(str, cell)) or "0")).read())
-        for (_, path, box, result), _, chunk in parts:
-            inside = array_boxes.overlap(chunk, box)
+    def read_chunk(users: list[tuple[_Wanted, tuple[int, ...], Box]]) -> None:
+        """Read one chunk for all that it holds a part of."""
+        one, cell, _ = users[0]
+        with _translated(one.array, one.path):
+            data = _decode(one.array, (one.array.folder / (".".join(map(str, cell)) or "0")).read())
+        for one, _, chunk in users:
+            inside = array_boxes.overlap(chunk, one.box)
             part = data[array_boxes.relative_to(inside, chunk)]
-            result[array_boxes.relative_to(inside, box)] = part
-            meter.add(part.nbytes, path)
+            one.result[array_boxes.relative_to(inside, one.box)] = part
+            meter.add(part.nbytes, one.path)
 
-    cells = ((one, *found) for one in pending for found in array_boxes.cells(one[2], one[0].chunks))
+    cells = ((one, *cell) for one in pending for cell in array_boxes.cells(one.box, one.array.chunks))
     while some := list(itertools.islice(cells, _AT_ONCE)):  # a hostile grid has 2**60
-        chunks: dict[Any, list[Any]] = {}  # each is read once for all boxes
-        for part in some:
-            chunks.setdefault((part[0][0].subpath, part[1]), []).append(part)
-        in_parallel(read_chunk, chunks.values())
-    return [result for *_, result in pending]
+        by_chunk: dict[Any, list[Any]] = {}
+        for one, cell, chunk in some:
+            by_chunk.setdefault((one.array.subpath, cell), []).append((one, cell, chunk))
+        in_parallel(read_chunk, by_chunk.values())
+    return [one.result for one in pending]
 
 
 def _decode(array: FolderArray, stored: bytes) -> np.ndarray[Any, Any]:

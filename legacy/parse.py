@@ -151,8 +151,7 @@ class _Tree:
         root: dict[Any, Any] = {}
         self.add(root, "", (), document)
         self.finish()
-        tree: Node = root[""]
-        return tree
+        return root[""]
 
     def add(self, parent: dict[Any, Any], key: Any, path: Path, value: Any, in_list: bool = False) -> None:
         """Put the node of a value into its parent; `finish` completes it."""

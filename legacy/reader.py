@@ -138,9 +138,7 @@ class MsgpackReader(Reader):
     @functools.cached_property
     def _array_nbytes(self) -> int:
         """Return the size of all arrays in the file, in bytes."""
-        return sum(
-            [leaf.nbytes for leaf in backend.handles_of(self) if leaf.dtype is not None and not leaf.in_gda_folder]
-        )
+        return sum([one.nbytes for one in backend.handles_of(self) if one.dtype is not None and not one.in_gda_folder])
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
@@ -209,19 +207,19 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
 
 def _read_slices(wanted: Sequence[LeafHandle], read_handles: Callable[[Sequence[LeafHandle]], list[Any]]) -> list[Any]:
     """Read leaves and slices; arrays with slices that are not contiguous are read whole, once, and these copied."""
-    direct = list(map(_rows, wanted))
+    direct = list(map(_as_whole_leaf, wanted))
     pairs = list(zip(wanted, direct, strict=True))
-    whole = dict.fromkeys([one.whole for one, rows in pairs if one.whole is not None and rows is None])
-    values = iter(read_handles([*[rows for rows in direct if rows is not None], *whole]))
-    found = [None if rows is None else next(values) for rows in direct]
+    whole = dict.fromkeys([one.whole for one, leaf in pairs if one.whole is not None and leaf is None])
+    values = iter(read_handles([*[leaf for leaf in direct if leaf is not None], *whole]))
+    found = [None if leaf is None else next(values) for leaf in direct]
     arrays: dict[Any, Any] = dict(zip(whole, values, strict=True))
     return [
-        one.cut(arrays[one.whole]) if rows is None else value for (one, rows), value in zip(pairs, found, strict=True)
+        one.cut(arrays[one.whole]) if leaf is None else value for (one, leaf), value in zip(pairs, found, strict=True)
     ]
 
 
-def _rows(part: LeafHandle) -> LeafHandle | None:
-    """Return a leaf itself, or one in the folder; a leaf of the bytes of a slice if they are contiguous; else None."""
+def _as_whole_leaf(part: LeafHandle) -> LeafHandle | None:
+    """Return a leaf to read for a slice: of its bytes alone if they are contiguous, else None; others as they are."""
     whole, index, locator, shape = part.whole, part.index, part.locator, part.shape
     if whole is None or index is None or isinstance(locator, gda_read.FolderArray):
         return part
