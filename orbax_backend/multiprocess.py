@@ -80,13 +80,13 @@ def finish(save: ProcessSave) -> None:
 def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[tuple[str, EncodedLeaf]]:
     """Return the arrays of which the process ``here`` writes values or, process 0, the metadata."""
     found, arrays = [], [(entry.name, stored, writers.get(entry.path, 0)) for entry, stored in plan.arrays]
-    writer.start_transfers([stored for _, stored, one in arrays if one == here > 0])
-    for name, stored, one in arrays:
-        if one and here in (0, one):
-            stored = stored.written_by_one(is_here=one == here)
-        elif here and not stored.spans_processes:
-            continue
-        found.append((name, stored))
+    if here != 0:  # process 0 starts its own when it writes them
+        writer.start_transfers([stored for _, stored, chosen in arrays if chosen == here])
+    for name, stored, chosen in arrays:
+        if chosen != 0 and here in (0, chosen):
+            found.append((name, stored.written_by_one(is_here=here == chosen)))
+        elif here == 0 or stored.spans_processes:
+            found.append((name, stored))
     return found
 
 

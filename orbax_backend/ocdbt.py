@@ -56,18 +56,8 @@ def read_entries(location: Location, base: str = "") -> Entries:
     with _decoding(location / (base + MANIFEST)):
         level = _newest_root(data, base)
     while level:
-        for node in level:
-            with _decoding(location / node.extent.file, node.extent.offset):
-                if node.extent in seen:  # forty levels of shared nodes would make a tree of 2**40 keys
-                    raise ValueError("one parent of the B-tree node was expected, found two")
-                if node.extent.length > _MAX_DECODED_BYTES:
-                    raise ValueError(f"at most {_MAX_DECODED_BYTES} bytes were expected, found {node.extent.length}")
-            seen.add(node.extent)
-        places = [(file, start, start + length) for file, start, length in (node.extent for node in level)]
-        at_once = AT_ONCE if location.is_remote else 1
         below: list[NodeRef] = []
-        nodes = in_parallel(lambda place: files.read(*place), places, at_once)
-        for node, data in zip(level, nodes, strict=True):
+        for node, data in zip(level, _read_nodes(location, files, level, seen), strict=True):
             with _decoding(location / node.extent.file, node.extent.offset):
                 if len(data) != node.extent.length:
                     raise ValueError(f"{node.extent.length} bytes were expected, found {len(data)}")
@@ -84,6 +74,19 @@ def read_entries(location: Location, base: str = "") -> Entries:
     for file in {value.file for value in found.values() if type(value) is ByteRange}:
         files.check(file)
     return found
+
+
+def _read_nodes(location: Location, files: CheckpointFiles, level: list[NodeRef], seen: set[ByteRange]) -> list[bytes]:
+    """Return the bytes of the nodes of a level; raise if one is among those ``seen`` on the way, or too long."""
+    for node in level:
+        with _decoding(location / node.extent.file, node.extent.offset):
+            if node.extent in seen:  # forty levels of shared nodes would make a tree of 2**40 keys
+                raise ValueError("one parent of the B-tree node was expected, found two")
+            if node.extent.length > _MAX_DECODED_BYTES:
+                raise ValueError(f"at most {_MAX_DECODED_BYTES} bytes were expected, found {node.extent.length}")
+        seen.add(node.extent)
+    places = [(file, start, start + length) for file, start, length in (node.extent for node in level)]
+    return in_parallel(lambda place: files.read(*place), places, AT_ONCE if location.is_remote else 1)
 
 
 @contextlib.contextmanager

@@ -163,8 +163,7 @@ class ArrayReader:
                 for read in () if is_remote else reads:  # before memory of a claimed length is taken
                     if read.offset + read.nbytes > read.source.size:
                         raise ends_early(read)
-                runs = neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES)
-                read_runs(runs, deliver, meter, check)
+                read_runs(neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES), deliver, meter, check)
 
     def _open(self, piece: Piece, opened: contextlib.ExitStack) -> Source:
         """Open the file of a piece, which is closed with ``opened``."""

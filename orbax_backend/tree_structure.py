@@ -89,11 +89,11 @@ class Structure:
         # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there
         # are annotations.
         self.key_impls = {} if annotations is not None else _read_key_impls(location, self.entries)
-        alone = [entry[:2] for entry in self.entries[:2]] == [((layout.SINGLE_ARRAY,), (stored_names.DICT_KEY,))]
-        has_array = alone and self.msgpack is None
+        alone = (layout.SINGLE_ARRAY,), (stored_names.DICT_KEY,)
+        has_array = self.msgpack is None and [(one.path, one.kinds) for one in self.entries[:2]] == [alone]
         # Whether it is an item of one array, without a tree, and whether that is the data of a typed PRNG key.
-        self.is_single_array = has_array and (metadata is None or is_single_array(location, metadata, self.use_ocdbt))
-        self.is_typed_key = has_array and is_typed_key(location)
+        self.is_single_array = has_array and (metadata is None or _is_array_item(location, metadata, self.use_ocdbt))
+        self.is_typed_key = has_array and _holds_typed_key(location)
 
     @functools.cached_property
     def shardings(self) -> dict[str, str]:
@@ -191,12 +191,10 @@ def _folder_of_spec(node: Node) -> str | None:
 def _array_item(location: Location, use_ocdbt: bool) -> LeafEntry:
     """Return the entry of an array item, which has neither ``_METADATA`` nor a msgpack file; raise if it is none."""
     with contextlib.suppress(errors.CorruptCheckpointError):
-        folder = location / layout.SINGLE_ARRAY  # of array items without OCDBT
-        in_folder = any((folder / name).isfile() for name in layout.ARRAY_METADATA_FILES)
+        name = layout.SINGLE_ARRAY  # also of the folder, without OCDBT
+        in_folder = any((location / name / file).isfile() for file in layout.ARRAY_METADATA_FILES)
         if in_folder or (use_ocdbt and holds_array(location)):
-            return LeafEntry(
-                (layout.SINGLE_ARRAY,), (stored_names.DICT_KEY,), layout.SINGLE_ARRAY, UNKNOWN, False, None
-            )
+            return LeafEntry((name,), (stored_names.DICT_KEY,), name, UNKNOWN, skipped=False, write_shape=None)
     raise _missing_structure(location)
 
 
@@ -247,7 +245,7 @@ def _read_strings(location: Location, entries: list[LeafEntry], check: Check | N
     return None
 
 
-def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
+def _is_array_item(location: Location, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
     """Return whether a directory with the single leaf ``checkpoint`` is one array rather than a tree."""
     # Since 0.11.6 the step metadata of the directory or of its parent names the handler. Array items have a _METADATA
     # only since 0.11.25, so an older directory with one is a tree: it lacks handlers, or what 0.10.0 added. If the step
@@ -263,7 +261,7 @@ def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: 
     return not use_ocdbt and "store_array_data_equal_to_fill_value" in metadata
 
 
-def is_typed_key(location: Location) -> bool:
+def _holds_typed_key(location: Location) -> bool:
     """Return whether the array of a directory is the data of a typed PRNG key; raise if its metadata is damaged."""
     if location.name != layout.JAX_KEY:
         return False

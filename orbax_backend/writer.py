@@ -47,8 +47,7 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`."""
     begin(path, plan)
     record = Record() if options.checksums else None
-    arrays = [(entry.name, stored) for entry, stored in plan.arrays]
-    write_arrays(path, arrays, options, record)
+    write_arrays(path, [(entry.name, stored) for entry, stored in plan.arrays], options, record)
     files = write_metadata(path, plan, options, 0)
     if record is not None:
         record.add_files(path, files)
