@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,9 +165,12 @@ def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> No
             indices, pieces = alike.setdefault((handle.shape, handle.dtype), ([], []))
             indices.append(index)
             pieces.append(data)
-        for kind, (indices, pieces) in alike.items():
-            for index, array in zip(indices, memory.pack_alike(pieces, *kind), strict=True):
-                values[index] = array
+        for (shape, dtype), (indices, pieces) in alike.items():
+            flat = shape if len(shape) <= memory.MAX_PACKED_RANK else (math.prod(shape),)
+            whole = array_boxes.full_box(flat)
+            arrays = memory.pack_chunks(pieces, flat, dtype, flat, [(whole, whole)])
+            for index, array in zip(indices, arrays, strict=True):
+                values[index] = array if flat is shape else array.reshape(shape)
 
 
 def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:

@@ -200,7 +200,7 @@ def _array_item(location: Location, use_ocdbt: bool) -> LeafEntry:
 
 def _missing_structure(location: Location) -> Exception:
     if not location.isdir():
-        return errors.CheckpointNotFoundError(f"{location}: there is no such directory", path=location.path)
+        return errors.CheckpointNotFoundError(f"{location} does not exist; pass a checkpoint", path=location.path)
     ours, names = {*layout.TREE_FILES, layout.STEP_METADATA, layout.DATA_DIRECTORY}, list_names(location)
     kind = errors.UnrecognizedFormatError if ours.isdisjoint(names) else errors.IncompleteCheckpointError
     expected = f"{layout.TREE_METADATA} or, of a release before 0.5, {layout.MSGPACK_FILE}"

@@ -83,7 +83,8 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
     listed = source.listed()
     found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
     if not found:
-        raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source.path)
+        message = f"nothing to convert: {source} holds none; pass a checkpoint, or a directory of checkpoints"
+        raise CheckpointNotFoundError(message, path=source.path)
     if found != [source]:
         folders = [destination.sibling(one.parent.path[len(source.path) :]) for one in found]
         jobs = [_job(one, folder, to, _step_of(one)) for one, folder in zip(found, folders, strict=True)]
@@ -166,6 +167,6 @@ def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> l
         if not mine:
             there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
             message = f"{source} has no step {text} (available steps: {there})"
-            raise CheckpointNotFoundError(message, path=source.path, has_remedy=True)
+            raise CheckpointNotFoundError(message, path=source.path)
         chosen += mine
     return list(dict.fromkeys(chosen))

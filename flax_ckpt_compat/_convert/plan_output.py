@@ -224,7 +224,7 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
             f"{path}: the target does not have the leaves of the checkpoint ({'; '.join(parts)}); pass the state that "
             "was saved, or transforms= that map the checkpoint to this target"
         )
-        raise MissingLeavesError(message, path=path, missing=tuple(missing))
+        raise MissingLeavesError(message, path=path, leaf=[*missing, *extra][0], missing=tuple(missing))
     return stored_trees.with_containers_of(tree, target)
 
 

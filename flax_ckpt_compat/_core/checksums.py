@@ -14,15 +14,11 @@ Crc = Callable[..., int]
 CRCS: dict[str, Crc] = {"crc32c": crc32c, "crc32": zlib.crc32}
 ALGORITHM = "crc32c"  # of what is written now
 BLOCK_BYTES = 1 << 20
-SUM_BYTES = 4
-
-
-def encode(checksum: int) -> bytes:
-    """Return a checksum as it is recorded: 4 bytes, little-endian."""
-    return checksum.to_bytes(SUM_BYTES, "little")
+SUM_BYTES = 4  # of a checksum as it is recorded, little-endian
 
 
 def of_blocks(data: Any, crc: Crc = crc32c) -> bytes:
     """Return the checksums of the blocks of a buffer of single bytes."""
     view = memoryview(data)
-    return b"".join(encode(crc(view[at : at + BLOCK_BYTES])) for at in range(0, len(view), BLOCK_BYTES))
+    blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
+    return b"".join([crc(block).to_bytes(SUM_BYTES, "little") for block in blocks])

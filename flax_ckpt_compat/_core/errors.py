@@ -12,7 +12,7 @@ import re
 import signal
 import traceback
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import printable
 
@@ -69,13 +69,9 @@ def sanitize(message: str, *names: str | None) -> str:
 
 
 class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
-    """There is no checkpoint where one was asked for.
+    """There is no checkpoint where one was asked for; the message says what to do next."""
 
-    Attributes:
-        has_remedy: the message says what to do next.
-    """
-
-    has_remedy = False
+    has_remedy = True  # some messages of 1.0.0 did not say that
 
 
 class IncompleteCheckpointError(CheckpointError, ValueError):
@@ -106,10 +102,6 @@ class MissingLeavesError(CheckpointError, ValueError):
     """
 
     missing: tuple[str, ...] = ()
-
-    def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = (), **attributes: Any):
-        attributes = {"leaf": next(iter(missing), None), **attributes, "missing": missing}
-        super().__init__(sanitize(message, path, *missing), path=path, **attributes)
 
 
 class UnusedLeavesError(CheckpointError, ValueError):
@@ -181,20 +173,16 @@ class StorageError(CheckpointError, OSError):
         errno: the operating system's error number, where there was one.
     """
 
-    if not TYPE_CHECKING:  # OSError has them as values, and makes its text of them where they are set
+    def __init__(self, message: str, *, path: str | None = None, errno: int | None = None, **attributes: Any):
+        super().__init__(message, path=path, **attributes)
+        self.errno, self.strerror, self.filename = errno, None if errno is None else os.strerror(errno), path
 
-        @property
-        def strerror(self) -> str | None:
-            """Return the text of the operating system's error number, where there was one."""
-            return None if self.errno is None else os.strerror(self.errno)
-
-        @property
-        def filename(self) -> str | None:
-            """Return ``path``, under the name that it has in Python's own errors."""
-            return self.path
+    def __str__(self) -> str:
+        return str(self.args[0])  # OSError makes another text of the number and the file
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
-        return type(self), self.args, {**vars(self), "errno": self.errno}  # OSError leaves out its number
+        of_os = {name: getattr(self, name) for name in ("errno", "strerror", "filename")}  # which OSError leaves out
+        return type(self), self.args, {**vars(self), **of_os}
 
 
 class PermissionDeniedError(StorageError, PermissionError):
@@ -222,9 +210,9 @@ def is_of_handler(error: BaseException) -> bool:
     return bool(codes) and any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+FULL_DISK, _DENIED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM)
 _REMEDIES = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions of {folder}, and of what is in it"),
+    **dict.fromkeys(_DENIED, "check the permissions of {folder}, and of what is in it"),
     **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many files are open; close some, or raise ulimit -n"),
@@ -234,11 +222,8 @@ _REMEDIES = {
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
     errno.ENAMETOOLONG: "shorten the directory, the prefix or the step",
 }
-_KINDS = {
-    FileNotFoundError: MissingPathError,
-    NotADirectoryError: MissingPathError,
-    PermissionError: PermissionDeniedError,
-}
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_KINDS = {**dict.fromkeys(_ABSENT, MissingPathError), **dict.fromkeys(_DENIED, PermissionDeniedError)}
 
 
 class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up enters one, so it is no generator)
@@ -252,32 +237,27 @@ class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up ente
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # A ProcessTimeoutError is an OSError, because it is a TimeoutError.
         is_ours = isinstance(error, CheckpointError) and not (self._temporary and isinstance(error, StorageError))
-        if isinstance(error, OSError) and not is_ours and not is_of_handler(error):
-            cause = error.__cause__ if isinstance(error, StorageError) else None
-            raise storage_error(self._path, error, self._doing, self._temporary) from (cause or error)
-
-
-def storage_error(path: str, error: OSError, doing: str = "", temporary: str = "") -> StorageError:
-    """Return the StorageError for an error of the file system; see `translated`."""
-    if isinstance(error, StorageError) and not temporary:
-        return error
-    number, folder = error.errno, os.path.dirname(temporary or path)
-    reason = str(error.strerror or error)
-    if number in _REMEDIES:
-        reason += f"; {_REMEDIES[number].format(folder=folder)}"
-        if number in FULL_DISK and folder != os.path.dirname(path):  # a save to a store, which is prepared there
-            reason += f", by TMPDIR, in place of {folder}"
-    elif temporary:
-        reason = str(error).replace(temporary, path)
-    elif doing and "://" in path:
-        reason += "; nothing else may change what is there meanwhile; try again"
-    elif number == errno.ENOENT:
-        reason += "; it was removed meanwhile, or was never there"
-    else:
-        reason += "; check the path, and the disk or network file system that it is on"
-    what = f"{path} could not be {doing}" if doing else path
-    message = reason if temporary and reason.startswith(path) else f"{what}: {reason}"
-    return _KINDS.get(type(OSError(number or 0, "")), StorageError)(message, path=path, errno=number)
+        if not isinstance(error, OSError) or is_ours or is_of_handler(error):
+            return
+        path, doing, temporary = self._path, self._doing, self._temporary
+        number, folder = error.errno, os.path.dirname(temporary or path)
+        reason = str(error.strerror or error)
+        if number in _REMEDIES:
+            reason += f"; {_REMEDIES[number].format(folder=folder)}"
+            if number in FULL_DISK and folder != os.path.dirname(path):  # a save to a store, which is prepared there
+                reason += f", by TMPDIR, in place of {folder}"
+        elif temporary:
+            reason = str(error).replace(temporary, path)
+        elif doing and "://" in path:
+            reason += "; nothing else may change what is there meanwhile; try again"
+        elif number == errno.ENOENT:
+            reason += "; it was removed meanwhile, or was never there"
+        else:
+            reason += "; check the path, and the disk or network file system that it is on"
+        what = f"{path} could not be {doing}" if doing else path
+        message = reason if temporary and reason.startswith(path) else f"{what}: {reason}"
+        cause = error.__cause__ if isinstance(error, StorageError) else None
+        raise _KINDS.get(number or 0, StorageError)(message, path=path, errno=number) from (cause or error)
 
 
 def not_found(url: str) -> FileNotFoundError:

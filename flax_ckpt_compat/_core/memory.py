@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.array_boxes import Box, Shape, full_box
+from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.errors import OutOfMemoryError
 from flax_ckpt_compat._core.text_formatting import format_size
 
@@ -21,7 +21,6 @@ ALIGNMENT = 64
 PAGE, PAGED_FROM = 4096, 2**20
 # Small arrays share blocks of so many bytes and arrays at most, which are freed with the last array in them.
 _BLOCK, _ARRAYS_PER_BLOCK = 256 * 2**10, 64
-_BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
 # Of arrays that are put into one: numpy 1 has at most 32 axes, of which blocks of arrays and of their chunks take two.
 MAX_PACKED_RANK = 30
@@ -59,14 +58,6 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = ALIGNME
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary."""
-    flat = shape if len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
-    whole = full_box(flat)
-    packed = pack_chunks(arrays, flat, dtype, flat, [(whole, whole)])
-    return packed if flat is shape else [row.reshape(shape) for row in packed]
-
-
 def pack_chunks(
     arrays: Sequence[bytes | memoryview],
     shape: Shape,
@@ -83,7 +74,7 @@ def pack_chunks(
     packed: list[np.ndarray[Any, Any]] = []
     for start in range(0, len(arrays), most):
         some = arrays[start : start + most]
-        block = empty((len(some), stride), _BYTE)[:, :size]
+        block = empty((len(some), stride), np.dtype(np.uint8))[:, :size]
         rows = block.view(dtype).reshape(len(some), *shape) if size else np.empty((len(some), *shape), dtype)
         chunks: Any = view_as(np.frombuffer(b"".join(some), np.uint8), dtype, (len(some), len(copies), *chunk))
         for number, (source, target) in enumerate(copies):
@@ -95,13 +86,6 @@ def pack_chunks(
 def may_change(array: Any) -> bool:
     """Return whether an array's memory may be written to by others, as numpy arrays may by other threads."""
     return isinstance(array, np.ndarray) and (array.flags.writeable or may_change(array.base))
-
-
-def freeze(array: Any) -> None:
-    """Make an array and the memory that it is in read-only, so that `may_change` is False."""
-    while isinstance(array, np.ndarray):
-        array.flags.writeable = False
-        array = array.base
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -41,10 +42,8 @@ def numbered(name: str) -> tuple[str, int] | None:
 
 def linen_names(names: Iterable[str]) -> dict[str, str]:
     """Return old → new names of a module's children: pre-linen's are counted together, linen's class by class."""
-    counts, renamed = collections.Counter[str](), {}
+    counts, renamed = collections.defaultdict[str, Iterator[int]](itertools.count), {}
     for name in natural_sort(names):
         match = MODULE_NUM_RE.match(name)
-        renamed[name] = f"{match[1]}_{counts[match[1]]}" if match else name
-        if match:
-            counts[match[1]] += 1
+        renamed[name] = f"{match[1]}_{next(counts[match[1]])}" if match else name
     return renamed

@@ -187,9 +187,9 @@ def checkpoint_at(path: Location) -> Contents:
     """Describe the complete checkpoint, or temporary, at a path, to be opened; raise if it is something else."""
     found = contents_of(path)
     if found.state is State.ABSENT:
-        raise errors.CheckpointNotFoundError(f"{path} does not exist", path=path.path)
+        raise errors.CheckpointNotFoundError(f"{path} does not exist; pass a checkpoint", path=path.path)
     if dangling := presence.dangling_link(path.path):
-        raise errors.CheckpointNotFoundError(dangling, path=path.path, has_remedy=True)
+        raise errors.CheckpointNotFoundError(dangling, path=path.path)
     if found.state is State.FOREIGN and not found.is_readable:
         raise errors.UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):

@@ -61,7 +61,8 @@ class Absence:
 
     def error(self, path: Location, before: str = "", after: str = "") -> errors.CheckpointNotFoundError:
         """Return this as an error, between other words."""
-        return errors.CheckpointNotFoundError(f"{before}{self}{after}", path=path.path, has_remedy=bool(self.remedy))
+        remedy = "" if self.remedy else "; pass a checkpoint, or a directory of checkpoints"
+        return errors.CheckpointNotFoundError(f"{before}{self}{remedy}{after}", path=path.path)
 
 
 def find(checkpoint_dir: CheckpointDir, step: Any) -> LocatedCheckpoint | Absence:
@@ -142,7 +143,7 @@ def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
         absence = none_in(checkpoint_dir, directory.names)
         raise absence.error(path, f"Matching checkpoint not found: {path} (", ")")
     message = f"Matching checkpoint not found: {path} ({known})"
-    raise errors.CheckpointNotFoundError(message, path=path.path, has_remedy=True)
+    raise errors.CheckpointNotFoundError(message, path=path.path)
 
 
 def read_found(
@@ -267,7 +268,7 @@ def removed_error(path: Location) -> errors.CheckpointNotFoundError:
     """Return the error for a named checkpoint that was removed, or is a link to nothing."""
     removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
     dangling = presence.dangling_link(path.path)
-    return errors.CheckpointNotFoundError(dangling or removed, path=path.path, has_remedy=dangling is not None)
+    return errors.CheckpointNotFoundError(dangling or removed, path=path.path)
 
 
 def absent(path: Location) -> Absence:

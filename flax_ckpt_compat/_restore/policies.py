@@ -137,7 +137,8 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
         f"Only where the target's own values are wanted, {named}pass orbax_transforms={{}} to restore_checkpoint or "
         "missing_leaves='ignore' to restore, or set flax_ckpt_compat.config.update(missing_leaves='ignore')."
     )
-    return errors.MissingLeavesError(message, path=plan.path, missing=tuple(map(show_path, plan.missing)))
+    missing = tuple(map(show_path, plan.missing))
+    return errors.MissingLeavesError(message, path=plan.path, leaf=missing[0], missing=missing)
 
 
 def _from_target(plan: TreePlan, paths: Sequence[Path]) -> str:

@@ -261,13 +261,20 @@ class Copies:
         else:
             in_parallel(_copy_all, [pairs[start::_THREADS] for start in range(_THREADS)], _THREADS)
         for target, _ in pairs:
-            memory.freeze(target)
+            _freeze(target)
         with suppress(TypeError):
             _kept[self._manager] = self._used
         self._bytes, self._free, self._used = np.empty(0, _BYTE), [], []
         shards, self._shards = self._shards, []
         for (copy, index, _), value in zip(shards, to_host([data for _, _, data in shards]), strict=True):
             copy.shards = (*copy.shards, Shard(index, value))
+
+
+def _freeze(array: Any) -> None:
+    """Make an array and the memory that it is in read-only, so that for `memory.may_change` nobody changes it."""
+    while isinstance(array, np.ndarray):
+        array.flags.writeable = False
+        array = array.base
 
 
 def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:

@@ -187,5 +187,5 @@ class Checkpoint(_Shown):
             near = {path: ", ".join(nearest(path, names)) or "nothing like it" for path in missing[:MAX_SHOWN]}
             rows = [Row((path,), (near.get(path, ""),)) for path in missing]
             lines = [f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():", *listed(rows)]
-            raise MissingLeavesError("\n".join(lines), path=self.path, missing=missing)
+            raise MissingLeavesError("\n".join(lines), path=self.path, leaf=missing[0], missing=missing)
         return from_leaves(leaves, self._root)  # a sequence with gaps becomes a dict of the indices

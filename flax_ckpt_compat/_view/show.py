@@ -88,7 +88,7 @@ def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
     if not matching:
         near = _nodes.near_names(pattern, from_leaves(stored.leaves))
         message = f"{stored.path}: no leaf matches {pattern!r}, which must match whole names of key paths; {near}"
-        raise MissingLeavesError(message, path=stored.path, missing=(pattern,))
+        raise MissingLeavesError(message, path=stored.path, leaf=pattern, missing=(pattern,))
     return matching
 
 

@@ -166,12 +166,10 @@ def is_terminal(stream: IO[Any] | None) -> bool:
 
 def _paragraph(error: Exception) -> str:
     """Return what is said of an error; of a full disk for the output, nothing more is written to it."""
-    from flax_ckpt_compat._core.errors import FULL_DISK, CheckpointError, CheckpointNotFoundError
+    from flax_ckpt_compat._core.errors import FULL_DISK, CheckpointError
     from flax_ckpt_compat._core.text_formatting import printable
 
     text = printable(f"{type(error).__name__}: {error}")
-    if isinstance(error, CheckpointNotFoundError) and not error.has_remedy:
-        return f"{text}. Pass a checkpoint, or a directory of checkpoints."
     if isinstance(error, CheckpointError):
         return text
     if isinstance(error, OSError) and error.errno in FULL_DISK:

@@ -117,7 +117,7 @@ def _checked(location: Location) -> Location:
         folder.restore_set_aside(folder.listdir())
     found = contents.contents_of(location)
     if found.state is State.ABSENT:
-        raise CheckpointNotFoundError(f"{location} does not exist", path=location.path)
+        raise CheckpointNotFoundError(f"{location} does not exist; pass a checkpoint", path=location.path)
     why = f"is no checkpoint of Flax or Orbax{f' ({found.why})' if found.why else ''}: delete it by other means"
     parent = contents.contents_of(folder)
     is_item = location.name in parent.items and (parent.is_marked or steps.split_step(folder.name))

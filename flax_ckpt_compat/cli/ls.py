@@ -143,7 +143,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
         raise locating.no_directory(path).error(path)
     if contents.is_certainly_orbax(path):
         message = f"{path} is one checkpoint, not a directory of them: list {path.parent}"
-        raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
+        raise CheckpointNotFoundError(message, path=path.path)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty."
     absent = locating.none_in(checkpoint_dir, saved_steps.names_in(checkpoint_dir))

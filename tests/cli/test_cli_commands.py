@@ -156,11 +156,11 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("ls", "runs"), 0, " (--recursive lists all below it)"),
         (("ls", "."), 0, " (--recursive lists all below it)"),
         *(((name, "notes.zip"), 2, "a zipped directory: unpack that first") for name in ("show", "verify")),
-        *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
+        *(((name, "empty"), 2, "pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
         *(((name, "notes.txt"), 2, "looks like a text file") for name in ("show", "verify", "plan")),
         (("clean", "notes.txt"), 2, "is not a directory: pass one"),
         (("diff", "runs/a", "runs/b"), 2, "/runs has a"),
-        (("convert", "empty", "out", "--to", "orbax"), 2, "Pass a checkpoint, or a directory"),
+        (("convert", "empty", "out", "--to", "orbax"), 2, "pass a checkpoint, or a directory"),
         (
             ("convert", "runs", "out", "--to", "orbax", "--target", "math:sine"),
             2,

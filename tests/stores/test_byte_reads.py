@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import flax_ckpt_compat
 from flax_ckpt_compat import config, restore, save
-from flax_ckpt_compat._core import byte_reads, memory
+from flax_ckpt_compat._core import array_boxes, byte_reads, memory
 from flax_ckpt_compat._core.byte_reads import Read, Run, Source, neighbours, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.local_file import LocalFile
@@ -259,7 +259,8 @@ def test_packed_arrays_are_their_bytes_and_touch_no_other() -> None:
         dtype: Any = np.dtype(name)  # type: ignore[call-overload]
         alike = random.integers(0, 2, (70, *shape, dtype.itemsize), np.uint8).view(dtype).reshape((70, *shape))
         expected += [alike[number, ...] for number in range(70)]
-        found += memory.pack_alike([one.tobytes() for one in expected[-70:]], shape, dtype)
+        whole = (array_boxes.full_box(shape),) * 2
+        found += memory.pack_chunks([one.tobytes() for one in expected[-70:]], shape, dtype, shape, [whole])
     for one, array in zip(expected, found, strict=True):
         assert type(array) is np.ndarray
         assert (array.shape, array.dtype) == (one.shape, one.dtype)

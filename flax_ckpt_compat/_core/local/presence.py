@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, storage_error
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, translated
 
 # Nothing is there, or the file system does not accept the name. ESTALE is not among them: Linux looks a stale name up
 # again, so that what is stale then is the mount, or the directory that the name is in.
@@ -27,14 +27,13 @@ follows_links: Callable[[], bool] = bool  # which is False
 
 def mode(path: str, *, follow: bool = True) -> int:
     """Return the mode of what is there, 0 if nothing is; of the link itself unless links are followed."""
-    try:
-        return (os.stat if follow else os.lstat)(path).st_mode
-    except ValueError:  # a NUL in the path
-        return 0
-    except OSError as error:
-        if error.errno not in CANNOT_BE_THERE:
-            raise storage_error(path, error, "found") from error
-        return 0
+    with translated(path, "found"):
+        try:
+            return (os.stat if follow else os.lstat)(path).st_mode
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            if getattr(error, "errno", errno.ENOENT) not in CANNOT_BE_THERE:
+                raise
+            return 0
 
 
 def isdir(path: str) -> bool:
@@ -110,7 +109,8 @@ class ContainedFiles:
             return None
         except OSError as error:
             if error.errno not in CANNOT_BE_THERE:
-                raise storage_error(path, error, "read") from error
+                with translated(path, "read"):
+                    raise
             message = f"{wrong} cannot be a file's path ({error.strerror})"
             raise CorruptCheckpointError(message, path=self._path) from error
         if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):
