@@ -106,7 +106,7 @@ def _compute(plan: TreePlan, leaf: LeafPlan) -> Any:
     """Return the value of a leaf in host memory."""
     host = dataclasses.replace(leaf, sharding=None, slices=None)
     with config.override(mapped=False):
-        values, shapes = execute.place(execute.ReadLeaves(dataclasses.replace(plan, leaves=[host])).read())
+        values, shapes = execute.Execution(dataclasses.replace(plan, leaves=[host])).read().place()
     policies.enforce_shapes(plan, shapes)
     value = prng_keys.split_key(values[0])
     if isinstance(value, KeyData):

@@ -16,11 +16,10 @@ from flax_ckpt_compat._core.backend import LeafHandle, batches, read_all
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
 from flax_ckpt_compat._core.progress import Meter
 
-_AT_ONCE = 64 * 2**20
-_NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
-
 Array = np.ndarray[Any, Any]
-_BLOCK = 2**20
+_AT_ONCE = 64 * 2**20  # bytes that are read before they are cast
+_BLOCK = 2**20  # elements that are compared at once
+_NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
 _floats: Any = ml_dtypes.finfo
 _integers: Any = ml_dtypes.iinfo
 
@@ -33,7 +32,7 @@ class Cast:
     is_checked: bool = False  # check for lost values
     is_lossy: bool = False  # values were lost
 
-    def __call__(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def __call__(self, array: Array) -> Array:
         """Return the array in the new dtype; the array itself if it has that dtype."""
         if array.dtype == self.dtype:
             return array
@@ -55,7 +54,7 @@ def exists(stored: np.dtype[Any], wanted: Any) -> bool:
     return both or stored.kind == wanted.kind
 
 
-def _source(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _source(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array that numpy can cast: the real part for a real dtype, or an exact float32 copy."""
     if array.dtype.kind == "c" and dtype.kind != "c":
         return array.real

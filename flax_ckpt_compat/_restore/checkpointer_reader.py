@@ -90,11 +90,13 @@ def _handler_names(checkpointer: Any) -> set[str]:
 
 def _arguments(checkpointer: Any, own: backend.Reader | None) -> Mapping[str, Any]:
     """Return arguments that make known handlers read arrays to the host, whatever devices they were saved from."""
-    names = set[str]() if own is None else _handler_names(checkpointer)
-    if own is not None and "PyTreeCheckpointHandler" in names:
+    if own is None:
+        return {}
+    names = _handler_names(checkpointer)
+    if "PyTreeCheckpointHandler" in names:
         arguments = map_leaves(lambda _, leaf: _restore_args(leaf), own.tree)
         return {"restore_args": state_dict.from_stored(arguments, None, "orbax")}
-    if own is not None and "StandardCheckpointHandler" in names:
+    if "StandardCheckpointHandler" in names:
         examples = state_dict.from_stored(map_leaves(lambda _, leaf: _example(leaf), own.tree), None, "orbax")
         # A plain ``Checkpointer`` passes an item on to its handler.
         takes_target = "target" in inspect.signature(type(checkpointer).restore).parameters

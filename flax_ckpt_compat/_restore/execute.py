@@ -25,46 +25,24 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, sh
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def place(run: ReadLeaves) -> tuple[list[Any], list[ShapeDifference]]:
-    """Compute and place the values that were read.
-
-    Nothing but the result holds a value once it is placed, so that no memory is held twice. Return the values in the
-    order of the plan's leaves, and the shapes that differ from the target's and were known only once functions had
-    computed them."""
-    leaves = run.plan.leaves
-    take: Callable[[Any], Any] = run.take_shared if run.has_shared else run.values.pop
-    run.take = take
-    results = [take(leaf.source) if leaf.is_plain else run.unplaced(leaf) for leaf in leaves]
-    with placement.transfers_allowed(), memory.pause_gc():
-        for at, leaf in enumerate(leaves):
-            if leaf.slices:
-                results[at] = placement.assembled(leaf, results[at])
-            elif leaf.is_plain and leaf.sharding is not None:
-                results[at] = placement.on_devices(results[at], leaf.sharding)
-    run.log_warnings()
-    return results, run.shapes
-
-
-class ReadLeaves:
-    """The values that were read for a plan, until they are placed."""
+class Execution:
+    """One execution of a plan: `read` all that it needs, then `place` it."""
 
     def __init__(self, plan: TreePlan):
-        self.plan = plan
-        self._path = plan.path
+        self._plan, self._path = plan, plan.path
         # Casts by leaf; each notes whether it lost values.
         self._casts: dict[LeafPlan, casting.Cast] = {}
         self._lost: list[str] = []
         self._narrowed: list[Row] = []  # leaves and dtypes of an abstract target's casts that may lose values
         self._abstract: list[str] = []  # leaves of the target that are kept and have no values
-        self.values: dict[LeafHandle, Any] = {}  # what was read and not used yet
-        self.take: Callable[[Any], Any] = self.take_shared  # returns a value that was read, which nothing else holds
-        self.shapes: list[ShapeDifference] = []  # shapes of function results that are not the target's
+        self._values: dict[LeafHandle, Any] = {}  # what was read and not used yet
+        self._take: Callable[[Any], Any]  # of `read`: returns a value that was read, which nothing else holds
+        self._shapes: list[ShapeDifference] = []  # shapes of function results that are not the target's
         # Inputs of derived leaves: several leaves may share one, and each is read or computed once.
         self._uses: Counter[Any] = Counter()
         self._ready: dict[Any, Any] = {}
-        # The casts of what is cast as soon as it is read.
-        self.casts_at_read: dict[LeafHandle, casting.Cast] = {}
-        self.mapped: set[LeafHandle] = set()  # what may be memory-mapped
+        self._casts_at_read: dict[LeafHandle, casting.Cast] = {}  # of what is cast as soon as it is read
+        self._mapped: set[LeafHandle] = set()  # what may be memory-mapped
         reads: list[LeafHandle] = []
         for leaf in plan.leaves:
             if leaf.is_plain:
@@ -72,28 +50,46 @@ class ReadLeaves:
             else:
                 self._add_reads(leaf, reads)
             if plan.options.settings.mapped and leaf.sharding is None and isinstance(leaf.source, LeafHandle):
-                self.mapped.add(leaf.source)
-        self.reads = list(dict.fromkeys(reads))  # what to read, each once
-        self.has_shared = len(self.reads) < len(reads)  # some of it is read for several leaves
-        self._left = Counter(reads if self.has_shared else ())
-        if self.has_shared:
-            self.casts_at_read.clear()  # each user of a shared leaf casts it
+                self._mapped.add(leaf.source)
+        self._reads = list(dict.fromkeys(reads))  # what to read, each once
+        # How many leaves are still to get each value; empty if none is read for several.
+        self._left = Counter(reads if len(self._reads) < len(reads) else ())
+        if self._left:
+            self._casts_at_read.clear()  # each user of a shared leaf casts it
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all arrays that are read."""
-        return sum([one.nbytes for one in self.reads if one.dtype is not None])
+        return sum([one.nbytes for one in self._reads if one.dtype is not None])
 
-    def read(self, meter: Meter = OFF) -> ReadLeaves:
+    def read(self, meter: Meter = OFF) -> Execution:
         """Read the values, and return the object itself, which has them."""
-        reads = self.reads
-        if self.casts_at_read or self.mapped:
-            self.values = casting.read(reads, self.casts_at_read, self.mapped, meter)
+        reads = self._reads
+        if self._casts_at_read or self._mapped:
+            self._values = casting.read(reads, self._casts_at_read, self._mapped, meter)
         elif reads:
-            self.values = dict(zip(reads, backend.read_all(reads, meter=meter), strict=True))
-        elif self.plan.target is None:
-            self.plan.reader.read([])  # which verifies a file of numbers alone
+            self._values = dict(zip(reads, backend.read_all(reads, meter=meter), strict=True))
+        elif self._plan.target is None:
+            self._plan.reader.read([])  # which verifies a file of numbers alone
+        self._take = self._take_shared if self._left else self._values.pop
         return self
+
+    def place(self) -> tuple[list[Any], list[ShapeDifference]]:
+        """Compute and place the values that were read.
+
+        Nothing but the result holds a value once it is placed, so that no memory is held twice. Return the values in
+        the order of the plan's leaves, and the shapes that differ from the target's and were known only once functions
+        had computed them."""
+        leaves, take = self._plan.leaves, self._take
+        results = [take(leaf.source) if leaf.is_plain else self._unplaced(leaf) for leaf in leaves]
+        with placement.transfers_allowed(), memory.pause_gc():
+            for at, leaf in enumerate(leaves):
+                if leaf.slices:
+                    results[at] = placement.assembled(leaf, results[at])
+                elif leaf.is_plain and leaf.sharding is not None:
+                    results[at] = placement.on_devices(results[at], leaf.sharding)
+        self._log_warnings()
+        return results, self._shapes
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle]) -> None:
         source = leaf.source
@@ -107,7 +103,7 @@ class ReadLeaves:
             is_number = source.kind is not LeafKind.ARRAY
             cast = self._casts[leaf] = self._cast(leaf, source.path, source.dtype, is_number=is_number)
             if source.kind is LeafKind.ARRAY and not source.possible_kinds:
-                self.casts_at_read.update((one, cast) for one in mine)
+                self._casts_at_read.update((one, cast) for one in mine)
 
     def _add_inputs(self, derived: Derived, reads: list[LeafHandle]) -> None:
         for one in derived.inputs:
@@ -117,16 +113,16 @@ class ReadLeaves:
             if isinstance(one, Derived):
                 self._add_inputs(one, reads)
             elif isinstance(one, FunctionInput):
-                self._add_reads(self.plan.inputs[one], reads)
+                self._add_reads(self._plan.inputs[one], reads)
             else:
                 reads.append(one)
 
-    def take_shared(self, one: Any) -> Any:
+    def _take_shared(self, one: Any) -> Any:
         """Return a value that several leaves may use: each but the last gets a copy."""
         self._left[one] -= 1
-        return copy.deepcopy(self.values[one]) if self._left[one] > 0 else self.values.pop(one)
+        return copy.deepcopy(self._values[one]) if self._left[one] > 0 else self._values.pop(one)
 
-    def unplaced(self, leaf: LeafPlan) -> Any:
+    def _unplaced(self, leaf: LeafPlan) -> Any:
         """Return the final value of a leaf; of one that is read in slices, these, cast, for `placement.assembled`."""
         source = leaf.source
         if isinstance(source, Derived):
@@ -137,9 +133,9 @@ class ReadLeaves:
             return leaf.target if source is Own.KEEP_TARGET else None
         cast = self._casts.get(leaf)
         if leaf.slices is None:
-            value = placement.finish(leaf, source, self.take(source), cast)
+            value = placement.finish(leaf, source, self._take(source), cast)
         elif leaf.slices:
-            value = list(map(self.take, leaf.slices))
+            value = list(map(self._take, leaf.slices))
             if cast is not None:
                 value = list(map(cast, value))
         else:
@@ -157,7 +153,7 @@ class ReadLeaves:
         if isinstance(value, np.generic) and hasattr(leaf.target, "shape"):
             value = np.array(value)
         if source.shape is None and leaf.target is not None:
-            policy = self.plan.options.settings.kind_mismatch
+            policy = self._plan.options.settings.kind_mismatch
             leaf_kinds.check_computed(describe_derived(leaf.path, source), value, leaf.target, self._path, policy)
         if not isinstance(value, np.ndarray) and (not is_jax_array(value) or prng_keys.is_prng_key(value)):
             return value
@@ -172,7 +168,7 @@ class ReadLeaves:
 
     def _cast(self, leaf: LeafPlan, path: Path, dtype: Any, *, is_number: bool = False) -> casting.Cast:
         """Return a leaf's cast: numbers, and all by a setting, are checked for lost values; else note a narrowing."""
-        is_checked = self.plan.options.casts or is_number
+        is_checked = self._plan.options.casts or is_number
         if not is_checked and not casting.is_safe(dtype, leaf.cast):
             self._narrowed.append(Row((show_path(path),), (f"{dtype} to {leaf.cast}",)))
         return casting.Cast(leaf.cast, is_checked)
@@ -182,7 +178,7 @@ class ReadLeaves:
         name, shape = describe_derived(leaf.path, source), tuple(value.shape)
         wanted, _ = shape_and_dtype(leaf.target)
         if wanted is not None and shape != wanted:
-            self.shapes.append((leaf.path, shape, wanted))
+            self._shapes.append((leaf.path, shape, wanted))
         if leaf.cast is not None and leaf.cast != value.dtype and not casting.exists(value.dtype, leaf.cast):
             raise no_cast(name, value.dtype, leaf.cast, self._path)
         if leaf.sharding is not None and not placement.fits(leaf.sharding, shape):
@@ -212,20 +208,20 @@ class ReadLeaves:
         if isinstance(one, Derived):
             return self._compute(one)
         if not isinstance(one, FunctionInput):
-            return self.take(one)
-        leaf = self.plan.inputs[one]
-        value = self.unplaced(leaf)
+            return self._take(one)
+        leaf = self._plan.inputs[one]
+        value = self._unplaced(leaf)
         if not leaf.slices:
             return value
         with placement.transfers_allowed():
             return placement.assembled(leaf, value)
 
-    def log_warnings(self) -> None:
+    def _log_warnings(self) -> None:
         """Log which casts lost values or may have, and which arrays jax cannot hold."""
         found: dict[str, Collection[str | Row]] = {
             "cast to the target's dtype, which does not hold all values": dict.fromkeys(self._lost),
             "64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the target's "
-            "sharding; set jax_enable_x64, or cast": dict.fromkeys(self.plan.unsharded),
+            "sharding; set jax_enable_x64, or cast": dict.fromkeys(self._plan.unsharded),
             "kept from the target, which is abstract there, so that the result has a jax.ShapeDtypeStruct and no "
             "values; put arrays into the target, or into the result": self._abstract,
             "cast to the abstract target's dtype, which cannot hold every stored value": self._narrowed,

@@ -122,7 +122,8 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any] | None, optio
     tree: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
     tree = options.transforms.apply_rules(tree, Branch(nodes) if nodes else None, opened.path)
     if targets is None and not isinstance(tree, Branch):
-        return RestorePlan({"": _plan_part(opened, "", tree, None, options)}, False)
+        reader = opened.reader(next(iter(opened.trees)))
+        return RestorePlan({"": plan_tree(reader, tree, None, options, opened.location)}, False)
     names = targets if targets is not None else _names_of_result(opened, tree)
     plans = {name: _plan_part(opened, name, tree, parts.get(name), options) for name in names}
     if isinstance(tree, Branch):
@@ -148,14 +149,12 @@ def _plan_part(
     opened: opening.Opened, name: str, tree: Node, target: TargetTree | None, options: RestoreOptions
 ) -> TreePlan:
     """Plan one item of a tree of items, or another name that rules gave."""
-    if name in opened.items and name not in opened.trees:
-        # JSON items are restored as they are; targets and rules do not apply.
-        reader = opened.reader(name)
-        return plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), opened.items[name].location)
-    is_item = name in opened.items
-    reader = opened.reader(name if is_item else next(iter(opened.trees)))
-    location = opened.items[name].location if is_item else opened.location
-    part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
+    part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({})
+    if name not in opened.items:
+        return plan_tree(opened.reader(next(iter(opened.trees))), part, target, options, opened.location)
+    reader, location = opened.reader(name), opened.items[name].location
+    if name not in opened.trees:  # JSON items are restored as they are; targets and rules do not apply
+        return plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), location)
     return plan_tree(reader, part, target, options, location)
 
 

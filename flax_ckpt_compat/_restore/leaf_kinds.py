@@ -55,7 +55,7 @@ class KindDifference:
     wanted: str  # the target's kind, in a few words
     hint: str = ""  # a remedy, or empty
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
-    is_longer: bool = False  # a longer sequence is stored, which is cut
+    is_cut: bool = False  # entries or fields are stored that the target lacks, which are dropped
     is_mappable: bool = False  # an array or a subtree is stored, which rules may make fit
 
 
@@ -76,22 +76,22 @@ def target_kind(leaf: Any) -> TargetKind:
     return TargetKind.ARRAY if is_described else TargetKind.OTHER
 
 
-def becomes_array(target: Any, cast: bool) -> bool:
+def becomes_array(target: Any, casts: bool) -> bool:
     """Return whether a stored number is restored as an array, for a target's leaf of the kind ARRAY."""
-    return isinstance(target, jax.ShapeDtypeStruct) or cast
+    return isinstance(target, jax.ShapeDtypeStruct) or casts
 
 
-def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | None:
+def find(path: Path, stored: Any, target: Any, casts: bool) -> KindDifference | None:
     """Return how the kinds of a stored node and a target's leaf differ, or None. A None target accepts anything.
 
-    ``cast`` is the setting ``dtype="target"``, which makes arrays of numbers."""
+    ``casts`` is the setting ``dtype="target"``, which makes arrays of numbers."""
     if target is None or (isinstance(stored, Derived) and stored.shape is None):
         return None
     if isinstance(stored, LeafHandle) and stored.kind is LeafKind.UNSUPPORTED:  # of whatever kind; it is refused
         return None
     wanted = target_kind(target)
     is_leaf = wanted is not TargetKind.OTHER
-    if is_leaf and _fits(stored, target, wanted, cast):
+    if is_leaf and _fits(stored, target, wanted, casts):
         return None
     texts = _show_stored(stored), _show_target(target, wanted), _hint(path, stored, target)
     is_mappable = isinstance(stored, Branch) or is_array(stored)
@@ -103,17 +103,17 @@ def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
     count = stored - target
     wanted = f"one of {target}, which drops the last {'entry' if count == 1 else f'{count} entries'}"
     hint = "To keep all entries, extend the target's sequence; to drop them without this message, use rules.drop."
-    return KindDifference(path, f"a sequence of {stored} entries", wanted, hint, is_leaf=False, is_longer=True)
+    return KindDifference(path, f"a sequence of {stored} entries", wanted, hint, is_leaf=False, is_cut=True)
 
 
 def other_type(path: Path, stored: Sequence[str], left: Sequence[str]) -> KindDifference:
     """Return the difference for a stored namedtuple or dataclass with fields that the target's lacks."""
     hint = "It is of another type, such as another optimizer's: see rules.optimizer_state, or rules.drop the fields."
     fields, wanted = f"the fields {', '.join(stored)}", f"one without {', '.join(left)}"
-    return KindDifference(path, fields, wanted, hint, is_leaf=False, is_longer=True)
+    return KindDifference(path, fields, wanted, hint, is_leaf=False, is_cut=True)
 
 
-def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
+def _fits(stored: Any, target: Any, wanted: TargetKind, casts: bool) -> bool:
     if isinstance(stored, Derived):
         return wanted is TargetKind.KEY if is_key(stored) else wanted in (TargetKind.ARRAY, TargetKind.NUMBER)
     if not isinstance(stored, LeafHandle):
@@ -127,7 +127,7 @@ def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
         return bool(target.dtype == stored.dtype)  # the data of keys, of the same shape
     if wanted is TargetKind.NUMBER:
         return stored.kind is LeafKind.ARRAY and stored.shape == ()
-    return wanted is TargetKind.ARRAY and stored.kind in PYTHON_NUMBERS and becomes_array(target, cast)
+    return wanted is TargetKind.ARRAY and stored.kind in PYTHON_NUMBERS and becomes_array(target, casts)
 
 
 def _text_of_numpy(stored: LeafHandle) -> TargetKind | None:
@@ -236,15 +236,15 @@ def is_ambiguous(handle: LeafHandle, target: Any) -> bool:
     return may_be_key and (_kind_of(target) is not LeafKind.ARRAY or prng_keys.is_prng_key(target))
 
 
-def cast_of_number(kind: LeafKind, dtype: np.dtype[Any] | None, target: Any, cast: bool) -> Any:
+def cast_of_number(kind: LeafKind, dtype: np.dtype[Any] | None, target: Any, casts: bool) -> Any:
     """Return the dtype that a stored number is cast to: that of an abstract target, or of any by a cast; or None.
 
-    ``kind`` is the `resolved_kind`, and ``cast`` the setting ``dtype="target"``."""
+    ``kind`` is the `resolved_kind`, and ``casts`` the setting ``dtype="target"``."""
     if kind not in PYTHON_NUMBERS and kind is not LeafKind.NUMPY_SCALAR:
         return None
     if wants_array(target):
-        return target.dtype if becomes_array(target, cast) else None
-    if not cast or KIND_OF_NUMBER.get(type(target)) is kind:
+        return target.dtype if becomes_array(target, casts) else None
+    if not casts or KIND_OF_NUMBER.get(type(target)) is kind:
         return None
     if isinstance(target, np.generic):
         return target.dtype

@@ -30,7 +30,7 @@ class LeafPlanner:
         self._on_device = plan.reader.places_on_device
         # True for jax's arrays, False for types without a sharding, None for abstract arrays.
         self._types: Callable[[type], bool | None] = functools.cache(_is_array_type)
-        self._places = functools.cache(placement.kind_of)
+        self._traits_of = functools.cache(placement.traits_of)
         self._has_devices = functools.cache(placement.has_devices)
         self._held = functools.cache(placement.is_held)
         self._fits = functools.cache(placement.fits)
@@ -50,8 +50,8 @@ class LeafPlanner:
                 self.host_types.add(type(target))
                 return LeafPlan(path, handle, target, True)
             if is_array or self._is_as_stored(handle, target):
-                # Most are equal to the one before, and few are the same.
-                sharding, is_single, is_local, least = self._places(target.sharding)
+                # Most are equal to the one before, and few are the same: one object for equal ones is found faster.
+                sharding, is_single, is_local, least = self._traits_of(target.sharding)
                 if is_single and not on_device:
                     return LeafPlan(path, handle, target, True)
                 dtype, kept = handle.dtype, target.dtype

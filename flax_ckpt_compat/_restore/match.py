@@ -19,6 +19,8 @@ from flax_ckpt_compat._trees import prng_keys, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, is_array
 from flax_ckpt_compat._trees.old_namedtuples import fields_of
 
+_ABSENT: Any = object()  # in place of a stored node: the checkpoint has none
+_ARRAY, _DICT = LeafKind.ARRAY, Container.DICT
 # The dtype of PRNG key data. Compared by identity, which is fast: numpy has one object for each native dtype.
 _KEY_DATA = np.dtype(np.uint32)
 
@@ -46,11 +48,6 @@ def plan_tree(
             planner.node(tree, target.node, ())
             planner.finish()
     return plan
-
-
-_ABSENT: Any = object()  # in place of a stored node: the checkpoint has none
-_ARRAY = LeafKind.ARRAY
-_DICT = Container.DICT
 
 
 class _Planner:

@@ -85,12 +85,12 @@ class _Restore:
                 self.meter.lap("open")
                 plans = self._plan(opened)
                 self.meter.lap("plan")
-            runs = {name: execute.ReadLeaves(plan) for name, plan in plans.items.items()}
+            runs = {name: execute.Execution(plan) for name, plan in plans.items.items()}
             self.meter.begin(location.path, lambda: sum([run.nbytes for run in runs.values()]))
             for name, plan in plans.items.items():
                 run = runs.pop(name).read(self.meter)
                 self.meter.lap("read")
-                values[name] = rebuild(plan, *execute.place(run))
+                values[name] = rebuild(plan, *run.place())
                 self.meter.lap("place and rebuild")
         return values if plans.is_mapping else next(iter(values.values()))
 
@@ -146,12 +146,12 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
         for name, node in chosen.items():
             plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].location)
             policies.enforce(plan)
-            values[name] = rebuild(plan, *execute.place(execute.ReadLeaves(plan).read()))
+            values[name] = rebuild(plan, *execute.Execution(plan).read().place())
     return values if opened.is_mapping else next(iter(values.values()))
 
 
 def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) -> Any:
-    """Rebuild the user's tree, or without a target the stored one, with the results of `execute.place`."""
+    """Rebuild the user's tree, or without a target the stored one, with the results of `Execution.place`."""
     policies.enforce_shapes(plan, shapes)
     lists = "lists" if plan.reader.keeps_lists else "flax"
     if plan.target is None:
@@ -168,4 +168,4 @@ def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) ->
     # The custom serialization does not read this structure: match leaf by leaf, so that policies see what is missing.
     again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.location, leaf_by_leaf=True)
     policies.enforce(again)
-    return rebuild(again, *execute.place(execute.ReadLeaves(again).read()))
+    return rebuild(again, *execute.Execution(again).read().place())

@@ -59,7 +59,7 @@ def has_devices(sharding: Any) -> bool:
     return sharding is not None and not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
 
 
-def kind_of(sharding: Any) -> tuple[Any, bool, bool, int]:
+def traits_of(sharding: Any) -> tuple[Any, bool, bool, int]:
     """Return a sharding, whether it is one local device, whether all are local, and the least rank that it needs."""
     is_local = sharding.is_fully_addressable
     return sharding, is_local and len(sharding.device_set) == 1, is_local, len(getattr(sharding, "spec", ()))

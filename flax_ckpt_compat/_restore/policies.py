@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -103,18 +103,13 @@ def _missing_leaves(plan: TreePlan) -> str:
     lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
     unused = set(map(show_path, plan.unused))
-    held = {show_path(path): getattr(leaf, "shape", None) for path, leaf in iter_leaves(plan.tree)}
+    stored = {show_path(path): getattr(leaf, "shape", None) for path, leaf in iter_leaves(plan.tree)}
     arrays = ((path, *shape_and_dtype(node_at(plan.target.node, path))) for path in plan.missing)
     wanted = {show_path(path): shape for path, shape, dtype in arrays if isinstance(dtype, np.dtype)}
     any_near = False
     for row in rows:
         first = row.members[0].names[0] if row.members else row.names[0]
-        size = wanted.get(first)  # None for keys, and for what is no array
-        fit = [name for name, shape in held.items() if None in (size, shape) or size == shape]
-        free = set[str]() if size is None else unused.intersection(fit)
-        # What the target takes by its own name is not the missing leaf while another one below the same top is free.
-        left = [name for name in fit if name in free and name.partition("/")[0] == first.partition("/")[0]]
-        near = nearest(first, left, free) or nearest(first, fit, free)
+        near = _nearest_stored(first, wanted.get(first), stored, unused)
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"
@@ -127,6 +122,15 @@ def _missing_leaves(plan: TreePlan) -> str:
         tops = one_line(plan.tree.children) if isinstance(plan.tree, Branch) else "a single value, without names"
         lines.append(f"No stored name is similar. At the top level the checkpoint holds: {tops or 'nothing'}")
     return "\n".join(lines)
+
+
+def _nearest_stored(missing: str, wanted: Any, stored: Mapping[str, Any], unused: Set[str]) -> list[str]:
+    """Return stored names akin to a missing leaf's, of the shape ``wanted``; None: of a key, or of what is no array."""
+    fit = [name for name, shape in stored.items() if None in (wanted, shape) or wanted == shape]
+    free = set[str]() if wanted is None else unused.intersection(fit)
+    # What the target takes by its own name is not the missing leaf while another one below the same top is free.
+    left = [name for name in fit if name in free and name.partition("/")[0] == missing.partition("/")[0]]
+    return nearest(missing, left, free) or nearest(missing, fit, free)
 
 
 def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
@@ -268,7 +272,7 @@ def _other_kinds(plan: TreePlan, *, refused: bool, proposes: bool = True) -> str
     """Return the folded list of leaves of another kind, then the remedies; if it is ``refused``, rules come first."""
     differences = plan.kinds
     count = len(differences)
-    are_cut = all(one.is_longer for one in differences)
+    are_cut = all(one.is_cut for one in differences)
     first = f"{plan.path}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
     lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
     rows = [Row((show_path(one.path),), (f"stored {one.stored}, target {one.wanted}",)) for one in differences]

@@ -79,8 +79,10 @@ class Agreement:
 
     def _contradicts(self, found: Location | None, path: str, when: float) -> bool:
         """Return whether another process, which looked at a time and found a path, sees another directory than this."""
-        if found is None or found.path == path:
-            return found is None and bool(path)
+        if found is None:
+            return bool(path)
+        if found.path == path:
+            return False
         changed = _changed(found)
         if changed is None or changed > when:  # in stores; or it came after the other had looked
             return False
@@ -97,7 +99,7 @@ class Agreement:
         return changed is None or changed > when
 
     def _error(self, found: Location | None, process: int, path: str) -> MultiprocessRestoreError:
-        here, there = ("nothing" if one is None else one for one in (found and found.path, path or None))
+        here, there = "nothing" if found is None else found.path, path or "nothing"
         return MultiprocessRestoreError(
             f"{self._root}: process {process} of this job found {there}, and process {self.process} finds {here}, so "
             "they would go on from different values. Let all processes see one directory (is it mounted on every "

@@ -114,16 +114,15 @@ def _rules(given: Any) -> tuple[Rule, ...]:
     """Return the rules given, and mappings of names as rules; none for Orbax's transforms alone."""
     if isinstance(given, Rule) or _is_of_names(given):
         given = [given]
-    found = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
-    if isinstance(given, Iterator) or any(
-        inspect.isfunction(one) or (isinstance(given, Mapping) and isinstance(one, Rule)) for one in found
-    ):
+    is_list = isinstance(given, list | tuple)
+    found = list(given.values()) if isinstance(given, Mapping) else list(given) if is_list else []
+    has_rules = any(isinstance(one, Rule) for one in found)
+    if isinstance(given, Iterator) or any(map(inspect.isfunction, found)) or (has_rules and not is_list):
         raise TransformError(
             "rules are given as a list of calls, such as [rules.rename('Dense_0', 'encoder'), rules.drop('extra')]; "
             f"found {given!r:.100}"
         )
-    is_list = isinstance(given, list | tuple) and any(isinstance(one, Rule) or _is_of_names(one) for one in given)
-    return tuple(map(_step, given)) if is_list else ()
+    return tuple(map(_step, found)) if is_list and (has_rules or any(map(_is_of_names, found))) else ()
 
 
 def _is_of_names(given: Any) -> bool:
