@@ -345,7 +345,7 @@ def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:
     """Return the names of some complete checkpoints of other prefixes in a local directory, oldest first."""
     if checkpoint_dir.directory.is_remote:
         return []
-    found = _others(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
+    found = _others(checkpoint_dir, saved_steps.all_names(checkpoint_dir))
     return [prefix + step for prefix, step in itertools.islice(found, _MAX_NAMES)]
 
 

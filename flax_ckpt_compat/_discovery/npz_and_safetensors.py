@@ -298,7 +298,7 @@ class SafetensorsReader(_WholeReader):
                 found[-1] = array = memory.empty(leaf.shape, leaf.dtype)
                 if array.nbytes:
                     reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array)))
-        read_runs(neighbours(reads), bool, self.meter)
+        read_runs(neighbours(reads), lambda _: None, self.meter)
         return found
 
 

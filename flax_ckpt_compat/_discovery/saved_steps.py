@@ -81,8 +81,8 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     return CheckpointDir(location_of(ckpt_dir), prefix, directory)
 
 
-def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
-    """Return all names in the directory; none if it does not exist."""
+def all_names(checkpoint_dir: CheckpointDir) -> list[str]:
+    """Return all names in the directory, with those that dead writers set aside put back; none without a directory."""
     directory = checkpoint_dir.directory
     try:
         names = directory.listdir()
@@ -113,7 +113,7 @@ def counted_steps(checkpoint_dir: CheckpointDir, names: list[str], *, with_items
 def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
     """Return the newest numeric checkpoint not in ``but`` or older than ``since`` that is complete, or denied."""
     checkpoint_dir, prefix = checkpoint_dir.listed(), checkpoint_dir.prefix
-    ours = reversed(steps.in_order(names_in(checkpoint_dir), prefix))
+    ours = reversed(steps.in_order(all_names(checkpoint_dir), prefix))
     ours = itertools.takewhile(lambda name: (steps.step_of(name, prefix) or 0) >= since, ours)
     found = _looked_at(checkpoint_dir, (name for name in ours if name not in but))
     return next((name for name, one in found if one.is_complete or one.state is State.DENIED), None)
@@ -161,7 +161,7 @@ class Directory:
     @functools.cached_property
     def names(self) -> list[str]:
         """Return all names."""
-        return names_in(self.checkpoint_dir)
+        return all_names(self.checkpoint_dir)
 
     @functools.cached_property
     def steps(self) -> list[Entry]:
@@ -215,7 +215,7 @@ class Directory:
     def check_unchanged(self) -> None:
         """Raise `ChangedError` if the local directory now holds other names: a listing misses those that change."""
         is_final = self.tolerant or self.checkpoint_dir.directory.is_remote
-        if not is_final and set(self.names) != set(names_in(self.checkpoint_dir)):
+        if not is_final and set(self.names) != set(all_names(self.checkpoint_dir)):
             raise ChangedError
 
     def numbered(self) -> Sequence[Entry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ def _missing_leaves(plan: TreePlan) -> str:
     return "\n".join(lines)
 
 
-def _nearest_stored(missing: str, wanted: Any, stored: Mapping[str, Any], unused: Set[str]) -> list[str]:
+def _nearest_stored(missing: str, wanted: Any, stored: Mapping[str, Any], unused: set[str]) -> list[str]:
     """Return stored names akin to a missing leaf's, of the shape ``wanted``; None: of a key, or of what is no array."""
     fit = [name for name, shape in stored.items() if None in (wanted, shape) or wanted == shape]
     free = set[str]() if wanted is None else unused.intersection(fit)

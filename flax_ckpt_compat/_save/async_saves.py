@@ -223,7 +223,7 @@ def _raise_failures(saves: list[BackgroundSave]) -> None:
 def wait_for_earlier_saves(request: SaveRequest) -> None:
     """Wait for the background saves before this one, so that commits keep the order of the calls; raise a failure."""
     if request.async_manager:
-        wait(request.async_manager)
+        _wait_for_manager(request.async_manager)
     _wait_for_checkpointer(request.orbax_checkpointer, request.directory)
     finish(saves_into(request.directory))
 
@@ -265,7 +265,7 @@ def _wait_for_checkpointer(checkpointer: Any, directory: Location) -> None:
         checkpointer.wait_until_finished()
 
 
-def wait(manager: Any) -> None:
+def _wait_for_manager(manager: Any) -> None:
     """Wait for a manager's previous save and raise its failure, even if the manager itself would not."""
     if _is_within(manager):
         return

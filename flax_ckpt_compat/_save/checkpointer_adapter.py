@@ -43,7 +43,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, *, is_pr
         remedy = "pass one for pytrees, or leave orbax_checkpointer out"
         raise CheckpointerError(f"{request.path}: {what}; {remedy}", path=request.path) from error
     if in_background and written == request.path:
-        then = functools.partial(_publish, request, written) if is_primary else bool
+        then = functools.partial(_publish, request, written) if is_primary else lambda: None
         async_saves.start_commit(checkpointer, request.directory, then)
     elif is_primary:
         _publish(request, written)

@@ -15,7 +15,6 @@ from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_M
 from flax_ckpt_compat._discovery import contents, locating, steps, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
-
 _REMOVED_MEANWHILE = (
     "If another program removed the unfinished save meanwhile, as orbax's CheckpointManager does with "
     "cleanup_tmp_directories=True: create such a manager before you save, or save to another directory."
@@ -87,7 +86,8 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
     for name in names:
         location = folder / name
         if presence.lexists(location.path) and (found := _look(location)):
-            yield Leftover(location, found[0], location.total_size(), *found[1:])
+            what, kept, by_time = found
+            yield Leftover(location, what, location.total_size(), kept, by_time)
 
 
 def _look(location: Location) -> tuple[str, str, bool] | None:

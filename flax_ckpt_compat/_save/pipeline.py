@@ -196,7 +196,7 @@ class _OwnSave:
         with meter.reporting():
             nbytes = functools.partial(_own_nbytes, self.tree, part.options.writers, part.process.index)
             # Without a callback nobody asks for the bytes: a save by several processes has no line in the log.
-            meter.begin(request.path, nbytes if meter.is_on else int, rounds=2 if part.upload else 1)
+            meter.begin(request.path, nbytes if meter.is_on else lambda: 0, rounds=2 if part.upload else 1)
             try:
                 self.coordinator.barrier(COMMIT, write, on_primary=self._commit)
             finally:
@@ -230,7 +230,7 @@ class _OwnSave:
 def _own_nbytes(tree: Node, writers: Mapping[Path, int] = {}, process: int = 0) -> int:
     """Return the bytes of arrays that a process writes: its shards of those that are spread, and others of its own."""
     found = 0
-    for path, array in _arrays(tree):
+    for path, array in _values_of(tree):
         if _spans_processes(array):
             shards = array.shards if isinstance(array, HostCopy) else array.addressable_shards
             found += sum(shard.data.nbytes for shard in shards if getattr(shard, "replica_id", 0) == 0)
@@ -279,7 +279,7 @@ def _differing(tree: Node, mine: Mapping[str, str], theirs: Mapping[str, str]) -
     if mine == theirs:
         return ""
     groups = {group for group in mine.keys() | theirs.keys() if mine.get(group) != theirs.get(group)}
-    spread = [path for path, array in _arrays(tree) if _spans_processes(array)]
+    spread = [path for path, array in _values_of(tree) if _spans_processes(array)]
     names = one_line(sorted(show_path(path) for path in spread if str(_checksum(path) % _GROUPS) in groups))
     what = "; names, shapes, dtypes or shardings of the arrays that are spread over processes differ"
     return f"{what}; look at {names}" if names else what
@@ -297,7 +297,7 @@ def _warn_of_more_leaves(path: str, mine: list[int], reports: Reports) -> None:
             return
 
 
-def _arrays(tree: Node) -> Iterator[tuple[Path, Any]]:
+def _values_of(tree: Node) -> Iterator[tuple[Path, Any]]:
     """Yield all leaves, of a key its data."""
     for path, leaf in iter_leaves(tree):
         yield path, leaf.data if isinstance(leaf, KeyData) else leaf

@@ -51,10 +51,10 @@ def _remove_others(request: SaveRequest) -> None:
     checkpoint_dir, failures = request.checkpoint_dir, list[StorageError]()
     try:
         listed = checkpoint_dir.listed()
-        names = saved_steps.names_in(listed)
+        names = saved_steps.all_names(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
             names.append(request.name)  # a listing misses what is being replaced
-        counted, doomed = counted_and_doomed(request, listed, names)
+        counted, doomed = _counted_and_doomed(request, listed, names)
         if request.name in counted:
             failures += _remove(request, listed, doomed, names)
             if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
@@ -76,7 +76,7 @@ def _is_complete(location: Location) -> bool:
     return contents.contents_of(location).is_complete
 
 
-def counted_and_doomed(
+def _counted_and_doomed(
     request: SaveRequest, listed: CheckpointDir, names: list[str]
 ) -> tuple[Collection[str], list[str]]:
     """Return the steps of this prefix that `saved_steps.counted_steps` counts, and which to remove.
@@ -105,7 +105,7 @@ def _may_be_evicted(request: SaveRequest) -> bool:
         return True
     if request.location.exists():
         return _is_complete(request.location)  # a listing may miss names that change
-    names = saved_steps.names_in(request.checkpoint_dir)
+    names = saved_steps.all_names(request.checkpoint_dir)
     for name in steps.in_order(names, request.checkpoint_dir.prefix):
         with suppress(OSError):  # it vanished
             path, began = (request.directory / name).path, request.start - _CLOCK_SECONDS
@@ -126,16 +126,16 @@ def _removed_error(request: SaveRequest) -> ConcurrentWriteError:
 def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
     saved, prefix, number = request.name, request.checkpoint_dir.prefix, request.number or 0
-    removed, kept = list[str](), list[str]()
-    ranks = {name: (steps.step_of(name, prefix) or 0, name == saved) for name in ordered}
-    for name, (step, _) in ranks.items():
+    numbers = {name: steps.step_of(name, prefix) or 0 for name in ordered}
+    replaced = set[str]()
+    if request.overwrite:
+        last = number if request.replace_only_checkpoints else math.inf
         # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
-        is_replaced = step == number or (step > number and not request.replace_only_checkpoints)
-        (removed if request.overwrite and is_replaced and name != saved else kept).append(name)
-    kept.sort(key=ranks.__getitem__)
+        replaced = {name for name, step in numbers.items() if number <= step <= last and name != saved}
+    kept = sorted(numbers.keys() - replaced, key=lambda name: (numbers[name], name == saved, name))
     # Never remove the one just saved, even if enough newer ones stay.
     evicted = expired(kept, prefix, request.keep, request.keep_every_n_steps)
-    return removed + [name for name in evicted if name != saved]
+    return [name for name in ordered if name in replaced] + [name for name in evicted if name != saved]
 
 
 def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], present: list[str]) -> list[StorageError]:

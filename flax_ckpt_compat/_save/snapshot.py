@@ -90,7 +90,7 @@ class _Snapshot:
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()
         self._addressable = functools.cache(operator.attrgetter("is_fully_addressable"))  # by sharding
-        self._shardings = functools.cache(_traits)
+        self._traits_of = functools.cache(_traits_of)
 
     def convert(self, branch: Branch, path: Path) -> None:
         """Convert all leaves below a branch, in place."""
@@ -135,13 +135,13 @@ class _Snapshot:
         return self.copies.add(apart) if type(apart) is np.ndarray and not apart.dtype.hasobject else apart.copy()
 
     def _array(self, array: jax.Array) -> jax.Array | HostCopy:
-        is_whole, is_on_host, is_quick = self._shardings(array.sharding)
+        is_whole, is_on_host, is_quick = self._traits_of(array.sharding)
         if self._in_background or (is_quick and not is_on_host and not self._request.multiprocess):
             return self.copies.add_jax_array(array, is_whole=is_whole, is_on_host=is_on_host)
         return array
 
 
-def _traits(sharding: Any) -> tuple[bool, bool, bool]:
+def _traits_of(sharding: Any) -> tuple[bool, bool, bool]:
     """Return whether one device here holds a whole array, whether numpy sees it, and whether a GPU may copy it."""
     is_whole = sharding.is_fully_replicated and sharding.is_fully_addressable
     return is_whole, is_on_host(sharding), can_lock_pages(sharding)

@@ -176,7 +176,7 @@ def _removed(request: SaveRequest) -> str:
     """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
     checkpoint_dir, prefix, number = request.checkpoint_dir, request.checkpoint_dir.prefix, request.number or 0
     others = retention.saved_by_other_prefixes(checkpoint_dir)
-    names = [name for name in steps.in_order(saved_steps.names_in(checkpoint_dir), prefix) if name not in others]
+    names = [name for name in steps.in_order(saved_steps.all_names(checkpoint_dir), prefix) if name not in others]
     newer = [name for name in names if (steps.step_of(name, prefix) or 0) >= number]
     found = saved_steps.counted_steps(checkpoint_dir, newer[:_SHOWN], with_items=request.orbax_checkpointer is not None)
     shown = [name for name, may_go in found.items() if may_go]

@@ -13,6 +13,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, DepthError
 _CALLS_A_LEVEL = 3
 _CALLS_BESIDE = 40
 _NEVER_TOO_DEEP = 50
+_REMEDY = "Flatten the tree, or raise the limit with sys.setrecursionlimit, before saving and before restoring"
 
 
 def check(levels: int, path: str) -> None:
@@ -42,6 +43,3 @@ def limited(doing: str) -> Iterator[None]:
             f"({sys.getrecursionlimit()}). If a part refers to what is around it, take that out; of an nnx module take "
             f"nnx.state(module). {_REMEDY}"
         ) from error
-
-
-_REMEDY = "Flatten the tree, or raise the limit with sys.setrecursionlimit, before saving and before restoring"

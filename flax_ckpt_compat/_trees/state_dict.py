@@ -76,7 +76,7 @@ class TargetTree:
             self.dataclass_paths.add(path)
         elif _has_custom_serialization(original):
             custom.append(path)
-            custom = []  # what is below is its own matter
+            custom = []  # that nobody reads: what is below is its own matter
         children: dict[str, Node] = {}
         for name, child, value in entries:
             is_leaf = type(value) in _LEAF_TYPES

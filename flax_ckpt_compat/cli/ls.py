@@ -146,7 +146,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
         raise CheckpointNotFoundError(message, path=path.path)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty."
-    absent = locating.none_in(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
+    absent = locating.none_in(checkpoint_dir, saved_steps.all_names(checkpoint_dir))
     return f"{absent}, and none is below it" if recursive else f"{absent} (--recursive lists all below it)"
 
 

@@ -16,6 +16,7 @@ from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat._trees.state_dict import key_name
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
+_LITERAL = re.compile(r"[\w/ -]*")  # keys that, as regular expressions, match only themselves
 
 
 class Take(NamedTuple):
@@ -47,10 +48,6 @@ class Leaves(dict[Path, Any]):
                 leaf=show_path(paths[0]),
             )
         return self[paths[0]]
-
-
-# Keys that, as regular expressions, match only themselves.
-_LITERAL = re.compile(r"[\w/ -]*")
 
 
 class Entry(NamedTuple):

@@ -59,13 +59,13 @@ LOOKS = LOOKUPS | {name: lambda directory, read=read: read(directory)["n"] for n
 def test_a_list_that_misses_names_once(look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As lists do that are made while names change: before nothing is there, the directory is listed again."""
     checkpoints.save_checkpoint(tmp_path, tree(7), 7)
-    list_names, lists = saved_steps.names_in, list[int]()
+    list_names, lists = saved_steps.all_names, list[int]()
 
     def miss_once(directory: saved_steps.CheckpointDir) -> list[str]:
         lists.append(1)
         return list_names(directory) if len(lists) > 1 else []
 
-    monkeypatch.setattr(saved_steps, "names_in", miss_once)
+    monkeypatch.setattr(saved_steps, "all_names", miss_once)
     assert LOOKS[look](tmp_path) == 7
     assert len(lists) > 1
 

@@ -407,7 +407,7 @@ def test_the_checkpoint_is_removed_after_the_rename(kind: str, tmp_path: Path, m
 
 def test_a_listing_that_misses_the_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that changes while it is listed may be listed without a name that is there all the time."""
-    real, missed = saved_steps.names_in, list[str]()
+    real, missed = saved_steps.all_names, list[str]()
 
     def names_in(checkpoint_dir: Any) -> list[str]:
         found = real(checkpoint_dir)
@@ -419,7 +419,7 @@ def test_a_listing_that_misses_the_checkpoint_once(tmp_path: Path, monkeypatch: 
     with use_flag(False):
         save(tmp_path, 1)
         os.utime(tmp_path / "checkpoint_1", (0, 0))
-        monkeypatch.setattr(saved_steps, "names_in", names_in)
+        monkeypatch.setattr(saved_steps, "all_names", names_in)
         save(tmp_path, 2, overwrite=True, keep=1)
     assert missed
     assert names(tmp_path) == ["checkpoint_2"]
