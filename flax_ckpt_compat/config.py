@@ -222,7 +222,7 @@ presence.follows_links = lambda: current().links == "follow"
 
 def use_orbax_format() -> bool:
     """Return Flax's flag ``flax_use_orbax_checkpointing``, read at each call: scripts change it midway."""
-    from flax import config as flax_config
+    from flax import config as flax_config  # here, because commands that look at checkpoints do without Flax
 
     try:
         return arguments.flag(flax_config.flax_use_orbax_checkpointing, "Flax's flag flax_use_orbax_checkpointing")

@@ -83,7 +83,7 @@ class Database:
         self._known_cells: dict[Any, list[_Cells]] = {}
         self._form_of = functools.cache(form_of)
 
-    def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
+    def add_array(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
         """Add one array, or its shards in this process; its memory must not change before the database is finished."""
         form = self._form_of(stored.shape, stored.write_shape, stored.dtype, self._encoding)
         prefix = key_prefix(name)
@@ -93,7 +93,7 @@ class Database:
         if not form.nbytes:
             return
         if form.is_small and info.chunks == stored.shape and not stored.spans_processes:
-            self._put_bytes(prefix + form.first_key, stored.whole().tobytes(), encoding)
+            self._add_small(prefix + form.first_key, stored.whole().tobytes(), encoding)
             return
         shards = stored.shards()
         may_change = memory.may_change(stored.source)
@@ -101,11 +101,11 @@ class Database:
             for key, box in cells:
                 data = shard.data if box is None else shard.data[box]
                 if form.is_small:
-                    self._put_bytes(prefix + key, _padded(data, info.chunks).tobytes(), encoding)
+                    self._add_small(prefix + key, _padded(data, info.chunks).tobytes(), encoding)
                 else:
-                    self.add(Value(prefix + key, data, encoding, info.chunks, may_change))
+                    self._add(Value(prefix + key, data, encoding, info.chunks, may_change))
 
-    def add(self, value: Value) -> None:
+    def _add(self, value: Value) -> None:
         """Add a value, to be written in the background."""
         self._batch.append(value)
         self._batch_nbytes += int(value.data.nbytes)
@@ -123,7 +123,7 @@ class Database:
         if self._batch:
             if not self._n_batches:
                 _make_folder(self._path)
-            self._tasks.append((self._pool.submit(self._write, self._batch), self._batch_nbytes))
+            self._tasks.append((self._pool.submit(self._write_batch, self._batch), self._batch_nbytes))
             self._batch, self._batch_nbytes, self._n_batches = [], 0, self._n_batches + 1
 
     def finish(self) -> None:
@@ -143,11 +143,11 @@ class Database:
             self._entries += self._tasks[0][0].result()
             self._tasks.popleft()
 
-    def _write(self, values: list[Value]) -> list[Entry]:
+    def _write_batch(self, values: list[Value]) -> list[Entry]:
         """Write a batch to a new file, and sync it; return its entries."""
         file = _DataFile(self._path, past_cache=self._past_cache)
         try:
-            entries = [(value.key.encode(), self._put(file, value)) for value in values]
+            entries = [(value.key.encode(), self._write_value(file, value)) for value in values]
             file.flush()
         except BaseException:
             file.discard()
@@ -155,13 +155,13 @@ class Database:
         file.close()
         return entries
 
-    def _put(self, file: _DataFile, value: Value) -> bytes | ByteRange:
+    def _write_value(self, file: _DataFile, value: Value) -> bytes | ByteRange:
         """Write a value; what may change meanwhile is copied, to store what is summed.
 
         Return its place relative to the database, or the value itself, if it became small enough."""
         data = memory.as_bytes(np.ascontiguousarray(_padded(value.data, value.shape)))
         if not value.encoding.checksums:
-            return self._append(file, value, data)
+            return self._write_raw(file, value, data)
         if value.may_change:
             data = memoryview(bytes(data))
         self._count(value, len(data))
@@ -173,7 +173,7 @@ class Database:
             file.make_room_for(data)
         return file.append(data, memoryview(checksum_of(data)))
 
-    def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
+    def _write_raw(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
         """Add a value as it is; return its place."""
         file.make_room_for(data)
         place, sums = ByteRange(file.name, file.size, len(data)), list[bytes]()
@@ -201,10 +201,10 @@ class Database:
             self._known_cells[known] = [_cells_of(shard, info) for shard in shards]
         return self._known_cells[known]
 
-    def _put_bytes(self, key: str, data: bytes, encoding: Encoding) -> None:
+    def _add_small(self, key: str, data: bytes, encoding: Encoding) -> None:
         """Add the bytes of a small chunk without compression."""
         if len(data) + encoding.checksums * CHECKSUM_NBYTES > INLINE_BYTES:
-            self.add(Value(key, np.frombuffer(data, np.uint8), encoding, (len(data),)))
+            self._add(Value(key, np.frombuffer(data, np.uint8), encoding, (len(data),)))
         else:
             self._entries.append((key.encode(), with_checksum(data) if encoding.checksums else data))
 

@@ -106,7 +106,7 @@ def write_arrays(
                 for name, stored in arrays:
                     if reads:
                         database.make_room(stored.source.nbytes)
-                    database.put(name, stored, primary)
+                    database.add_array(name, stored, primary)
             database.finish()
     except BaseException as error:
         # A handler of the program's that ends the save does not wait for a disk that may hang.

@@ -327,8 +327,9 @@ def _described(path: Location, names: set[str]) -> Contents:
         kind = Layout.JSON if "Json" in flat else Layout.TREE
         return described(f"{part} {orbax_directory.RECORDED}", kind)
     recorded, has_keys = orbax_directory.kind_of_handler(flat), not names.isdisjoint(orbax_directory.RANDOM_KEYS)
-    is_known = recorded is ItemKind.JSON or (recorded is ItemKind.KEY) == has_keys
-    if is_known and (item := orbax_directory.item_of(path, names, flat)):
+    # Of the known handlers, that of random keys alone leaves their folders; JSON may have any file beside it.
+    is_as_recorded = recorded is ItemKind.JSON or has_keys == (recorded is ItemKind.KEY)
+    if is_as_recorded and (item := orbax_directory.item_of(path, names, flat)):
         return described("", Layout.TREE if item.format else Layout.JSON, {"": item})
     if not flat and ((items := orbax_directory.items_in(path, names, handlers)) or handlers):
         rest = names - items.keys() - orbax_directory.NO_ITEMS

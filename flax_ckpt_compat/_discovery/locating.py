@@ -290,8 +290,8 @@ def absent(path: Location) -> Absence:
         alike = [one for one in alike if _DIGITS.sub("", one) != _DIGITS.sub("", name) or is_checkpoint(above / one)]
         if alike and above.path != "/":
             is_typo = difflib.SequenceMatcher(None, name, alike[0]).ratio() >= _TYPO
-            return Absence(missing, f"did you mean {some([(above / one).path for one in alike])}?", not is_typo)
-        there = "" if above.path == "/" else f"; {printable(above.path, one_line=True)} has {some(names) or 'nothing'}"
+            return Absence(missing, f"did you mean {a_few([(above / one).path for one in alike])}?", not is_typo)
+        there = "" if above.path == "/" else f"; {printable(above.path, one_line=True)} has {a_few(names) or 'nothing'}"
         return Absence(missing, f"check the path{there}", is_start=True)
     return Absence(missing, is_start=True)
 
@@ -327,7 +327,7 @@ def none_in(checkpoint_dir: CheckpointDir, names: list[str]) -> Absence:
         shown = [name for name in steps.natural_sort(names, signed=False) if not name.startswith(".")]
         folders = (path for path in map(directory.__truediv__, shown) if not path.is_remote and path.isdir())
         if below := [one.path for one in itertools.islice(folders, _MAX_FOLDERS) if _holds_checkpoint(one)]:
-            return Absence(f"{none}; there are checkpoints at {some(below)}", "pass one of these paths")
+            return Absence(f"{none}; there are checkpoints at {a_few(below)}", "pass one of these paths")
         if not foreign.is_unknown_look(look := foreign.names_look_like(names)):
             remedy = foreign.foreign_remedy(directory).rstrip(".")
             return Absence(f"{none}, but looks like {look}", remedy[0].lower() + remedy[1:])
@@ -358,7 +358,7 @@ def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[s
             yield other, step
 
 
-def some(names: list[str]) -> str:
+def a_few(names: list[str]) -> str:
     """Return the first names as text, and how many more there are."""
     shown = ", ".join(printable(name, one_line=True) for name in names[:_MAX_NAMES])
     return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown

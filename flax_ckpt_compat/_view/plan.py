@@ -332,12 +332,12 @@ def _verdict(plan: Plan) -> Iterator[Line]:
             yield Line(printable(str(tree.problems[0]) if tree.problems else shape_remedies(tree, tree.shapes)))
     elif not (found.doubts and found.rules and is_explained):
         is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
-        sure = "These rules would map it" if is_all else "These rules would map a part of it"
+        heading = "These rules would map it" if is_all else "These rules would map a part of it"
         if not found.rules:
-            sure = "Nothing that is stored fits there. Where the target's own values are wanted"
+            heading = "Nothing that is stored fits there. Where the target's own values are wanted"
         if found.doubts:
-            sure = f"A guess, to be checked leaf by leaf ({found.doubts[0]})"
-        yield from (Line(printable(f"{sure}:")), Line(printable(str(found)), hang=None))
+            heading = f"A guess, to be checked leaf by leaf ({found.doubts[0]})"
+        yield from (Line(printable(f"{heading}:")), Line(printable(str(found)), hang=None))
 
 
 def _row(leaf: PlannedLeaf) -> Row:

@@ -1,6 +1,7 @@
 """A result as commands and notebooks show it: lines and tables, the value for JSON, and the exit code.
 
-Text is the same everywhere. Terminals, notebooks and pages of HTML get it from rich, in colours."""
+Text is the same everywhere. Terminals, notebooks and pages of HTML get it from rich, in colours. Functions import rich
+and the like themselves: most programs show nothing."""
 
 from __future__ import annotations
 

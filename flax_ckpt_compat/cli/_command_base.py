@@ -156,7 +156,7 @@ def tell_passed_over(path: str, found: Collection[str]) -> None:
     files = [] if root.path in found else [name for name in root.files_below() if name.endswith(_BY_OWN_PATH)]
     others = [other for name in files if not (other := (root / name).path).startswith(inside) and other not in found]
     if others:
-        echo(f"Passed over: {locating.some(others)}. Such files are read by their own path: pass it.", err=True)
+        echo(f"Passed over: {locating.a_few(others)}. Such files are read by their own path: pass it.", err=True)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
