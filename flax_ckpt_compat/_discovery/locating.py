@@ -321,9 +321,9 @@ def none_in(checkpoint_dir: CheckpointDir, names: list[str]) -> Absence:
             return Absence(f"{none}, as it is a part of the checkpoint {outer}", "pass that path")
         if others := list(itertools.islice(_others(checkpoint_dir, names), _MAX_NAMES)):
             head = checkpoint_dir.given_prefix.removesuffix(checkpoint_dir.prefix)
-            prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
+            prefixes = " or ".join(dict.fromkeys(repr(head + other) for other, _ in others))
             there = ", ".join(other + step for other, step in others)
-            return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
+            return Absence(f"{none}; there are {there}", f"did you mean the prefix {prefixes}?")
         shown = [name for name in steps.natural_sort(names, signed=False) if not name.startswith(".")]
         folders = (path for path in map(directory.__truediv__, shown) if not path.is_remote and path.isdir())
         if below := [one.path for one in itertools.islice(folders, _MAX_FOLDERS) if _holds_checkpoint(one)]:

@@ -292,7 +292,7 @@ def latest_of(directory: Directory) -> Entry | None:
             found = directory.classify(entry)
             if found.state is State.ABSENT:  # in list after list, and not there: an older one is not the latest
                 what = f"{folder} lists {entry.name}, but it is not there: others have changed the directory, or its "
-                what += "network file system still shows an old list. Try again in a minute, or name a step with step="
+                what += "network file system still shows an old list. Try again in a minute, or name a step"
                 raise CheckpointNotFoundError(what, path=entry.location.path)
             is_denied = found.state is State.DENIED  # it may be the latest: a restore of it tells of the permission
             may_be = not is_longer or is_denied or (found.is_complete and is_checkpoint(entry.location))

@@ -412,12 +412,12 @@ def test_checkpoints_of_other_prefixes_are_suggested(
     (tmp_path / "runs" / "checkpoint_11").touch()
     (tmp_path / "runs" / "run_3").mkdir()
     message = error_of(call, "runs", prefix="ckpt_")
-    expected = "there are checkpoint_9, checkpoint_10: did you mean prefix='checkpoint_'?"
+    expected = "there are checkpoint_9, checkpoint_10: did you mean the prefix 'checkpoint_'?"
     assert f"{tmp_path}/runs holds no checkpoint with the prefix 'ckpt_'; {expected}" in message
-    assert "did you mean prefix='runs/checkpoint_'?" in error_of(call, ".", prefix="runs/ckpt_")
+    assert "did you mean the prefix 'runs/checkpoint_'?" in error_of(call, ".", prefix="runs/ckpt_")
     for step in range(1, 8):
         checkpoints.save_checkpoint("runs", tree(step), step, "a-", keep=9)
-    assert "there are a-1, a-2, a-3, a-4, a-5: did you mean prefix='a-'?" in error_of(call, "runs", prefix="ckpt_")
+    assert "there are a-1, a-2, a-3, a-4, a-5: did you mean the prefix 'a-'?" in error_of(call, "runs", prefix="ckpt_")
 
 
 def test_pointers_of_git_lfs(tmp_path: Path) -> None:
