@@ -128,12 +128,12 @@ def test_keys_that_another_process_lists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 50_000], ids=["in the index", "in a file"])
-def test_a_short_or_missing_value(tmp_path: Path, size: int) -> None:
+def test_a_value_that_is_missing_or_of_another_size(tmp_path: Path, size: int) -> None:
     """What is behind it, in memory or in the file, is not part of the array; even an array of zeros must be there."""
     path = save(tmp_path / "c", {"a": {"w": np.zeros(size)}, "b": np.ones(3)})
     store = database(path)
-    short = rf"'a/w'.*{8 * size - 16} bytes, expected {8 * size}"
-    for value, said in ((bytes(8 * size - 16), short), (None, r"a/w.*a\.w/0.*missing")):
+    wrong = [(bytes(found), rf"'a/w'.*{found} bytes, expected {8 * size}") for found in (8 * size - 16, 8 * size + 8)]
+    for value, said in (*wrong, (None, r"a/w.*a\.w/0.*missing")):
         store["a.w/0"] = value
         with pytest.raises(CorruptCheckpointError, match=said) as caught:
             load(path)

@@ -138,6 +138,9 @@ def test_an_incomplete_checkpoint_is_told_once(
     caplog.clear()
     assert restored(tmp_path) == 8
     assert sum("checkpoint_9" in record.getMessage() for record in caplog.records) == 1
+    ours.save_checkpoint(tmp_path, tree(11), 11, keep=9)
+    ours.save_checkpoint(tmp_path, tree(10), 10, keep=2, overwrite=True)  # removes 11; 9 is none of the two that stay
+    assert ours.available_steps(tmp_path) == [8, 10]
 
 
 # Rules 4 to 6
@@ -266,12 +269,8 @@ def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
     flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One removes what is newer, the other what is older, and each has just seen that its own is there."""
-    published, removes, hide, remove_others = (
-        threading.Event(),
-        threading.Event(),
-        atomic._hide,
-        retention._remove_others,
-    )
+    published, removes = threading.Event(), threading.Event()
+    hide, remove_others = atomic._hide, retention._remove_others
 
     def remove_later(request: Any, *listing: Any) -> None:
         if request.name == "checkpoint_7":
