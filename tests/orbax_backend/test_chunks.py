@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
+import zstandard
 from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
 from flax_ckpt_compat.orbax_backend import read_plan as planning
 from flax_ckpt_compat.orbax_backend.zarr import Encoding, chunk_shape
@@ -143,28 +144,27 @@ def test_cut_and_missing_chunks(tmp_path: Path, layout: str, left: Any, no_drive
     np.testing.assert_array_equal(handle.reader.read([handle.part(np.s_[0:2, 0:4])])[0], values[:2, :4])
 
 
+def test_a_chunk_that_decompresses_to_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frame does not tell the length, and what is decoded right into the array ends with the array."""
+    monkeypatch.setattr(planning, "_IN_PLACE_BYTES", 1)
+    path = LAYOUTS["whole files"](tmp_path / "c", {"w": np.zeros(SHAPE)})
+    (file,) = _chunk_files(path)
+    file.write_bytes(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(16 * math.prod(SHAPE))))
+    assert _read_by_us(path, "w") is _read_by_tensorstore(path, "w") is None
+
+
+def _sharded(chunk_shape: list[int], **options: Any) -> list[Any]:
+    configuration = {"chunk_shape": chunk_shape, "codecs": ["bytes", {"name": "zstd"}], **options}
+    return [{"name": "sharding_indexed", "configuration": configuration}]
+
+
+LITTLE, BIG = ([{"name": "bytes", "configuration": {"endian": order}}] for order in ("little", "big"))
 ZARR3_CODECS: dict[str, tuple[str, list[Any]]] = {
-    "big-endian": ("ours", [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "zstd"}]),
-    "big-endian, of bfloat16": ("driver", [{"name": "bytes", "configuration": {"endian": "big"}}]),
+    "big-endian": ("ours", [*BIG, {"name": "zstd"}]),
+    "big-endian, of bfloat16": ("driver", BIG),
     "plain": ("ours", ["bytes"]),
-    "index at the start": (
-        "driver",
-        [
-            {
-                "name": "sharding_indexed",
-                "configuration": {
-                    "chunk_shape": [3, 5],
-                    "codecs": ["bytes", {"name": "zstd"}],
-                    "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-                    "index_location": "start",
-                },
-            }
-        ],
-    ),
-    "many chunks in a shard": (
-        "driver",
-        [{"name": "sharding_indexed", "configuration": {"chunk_shape": [1, 5], "codecs": ["bytes", {"name": "zstd"}]}}],
-    ),
+    "index at the start": ("driver", _sharded([3, 5], index_codecs=LITTLE, index_location="start")),
+    "many chunks in a shard": ("driver", _sharded([1, 5])),
     "transposed": ("driver", [{"name": "transpose", "configuration": {"order": [1, 0]}}, "bytes", {"name": "zstd"}]),
     "gzip": ("driver", ["bytes", {"name": "gzip"}]),
     "blosc": ("driver", ["bytes", {"name": "blosc", "configuration": {"cname": "lz4"}}, {"name": "crc32c"}]),
