@@ -58,13 +58,13 @@ class DistributedArray:
     value: Any  # a ``jax.Array`` or `HostCopy`
 
     @property
-    def _chunks(self) -> array_boxes.Shape:
+    def _chunk_shape(self) -> array_boxes.Shape:
         return tuple(max(1, size) for size in self.value.sharding.shard_shape(tuple(self.value.shape)))
 
     def metadata(self) -> dict[str, Any]:
         """Return its ``.zarray``, as TensorStore writes it for the spec that jax uses."""
         return {
-            "chunks": self._chunks,
+            "chunks": self._chunk_shape,
             "compressor": {"id": "zstd", "level": ZSTD_LEVEL},
             "dimension_separator": ".",
             "dtype": zarr_name(self.value.dtype),
@@ -84,10 +84,10 @@ class DistributedArray:
         """Yield path and content of the chunks that this process writes: jax has no shards of different shapes."""
         for shard in shards_of(self.value):
             for file in self._chunk_files(shard.index):
-                yield file, np.ascontiguousarray(shard.data).reshape(self._chunks)
+                yield file, np.ascontiguousarray(shard.data).reshape(self._chunk_shape)
 
     def _chunk_files(self, box: array_boxes.Box) -> list[str]:
-        names = [".".join(map(str, cell)) or "0" for cell, _ in array_boxes.cells(box, self._chunks)]
+        names = [".".join(map(str, cell)) or "0" for cell, _ in array_boxes.cells(box, self._chunk_shape)]
         return [os.path.join(self.subpath, name) for name in names]
 
 

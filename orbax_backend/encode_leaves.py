@@ -143,19 +143,19 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
     raise _unsupported(keystr, found, LEAF_REMEDY)
 
 
-def encode_bytes(data: bytes, annotation: LeafType) -> EncodedLeaf:
+def _encode_bytes(data: bytes, annotation: LeafType) -> EncodedLeaf:
     """Encode a byte string as an array of uint8, which real Orbax can read."""
     return EncodedLeaf(NP_ARRAY, _BYTE, (len(data),), np.frombuffer(data, np.uint8), annotation)
 
 
 def encode_text_as_bytes(text: str) -> EncodedLeaf:
     """Encode a text that ``_strings.json`` cannot hold as an array of its UTF-8 bytes."""
-    return encode_bytes(text.encode("utf-8", "surrogatepass"), LeafType(LeafKind.STR))
+    return _encode_bytes(text.encode("utf-8", "surrogatepass"), LeafType(LeafKind.STR))
 
 
 def _python_value(leaf: Any, keystr: str) -> EncodedLeaf:
     if isinstance(leaf, bytes):
-        return encode_bytes(leaf, LeafType(LeafKind.BYTES))
+        return _encode_bytes(leaf, LeafType(LeafKind.BYTES))
     if isinstance(leaf, str):
         # str.__str__, because a subclass may override it.
         text = str.__str__(leaf)
@@ -178,9 +178,9 @@ def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
     # numpy arrays strip trailing zeros off text and bytes.
     if isinstance(leaf, np.str_):
         data = str.__str__(leaf).encode("utf-8", "surrogatepass")
-        return encode_bytes(data, LeafType(LeafKind.NUMPY_SCALAR, dtype="str"))
+        return _encode_bytes(data, LeafType(LeafKind.NUMPY_SCALAR, dtype="str"))
     if isinstance(leaf, np.bytes_):
-        return encode_bytes(bytes(leaf), LeafType(LeafKind.NUMPY_SCALAR, dtype="bytes"))
+        return _encode_bytes(bytes(leaf), LeafType(LeafKind.NUMPY_SCALAR, dtype="bytes"))
     stored = _array(np.asarray(leaf), SCALAR, keystr)
     value_type = SCALAR if stored.shape == () and stored.dtype.kind != "c" else NP_ARRAY
     dtype = stored.annotation.dtype if stored.annotation else None

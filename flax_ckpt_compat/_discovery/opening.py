@@ -37,7 +37,8 @@ class Opened:
         """Detect what is there: all, ``item`` as one tree, or ``items`` by name; `Backend.open` has ``verify``.
 
         Raise UnrecognizedFormatError if only handlers of others read it, unless ``allows_unknown``; then '' is all of
-        it. ``read_by`` makes the reader of each tree, of the checkpoint, the item's name and our own reader."""
+        it. Items of unknown kinds are left out; if this ``warns``, with a warning. ``read_by`` makes the reader of each
+        tree, of the checkpoint, the item's name and our own reader."""
         self._verify, self._read_by = verify, read_by
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()

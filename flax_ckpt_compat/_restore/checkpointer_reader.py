@@ -39,9 +39,9 @@ class CheckpointerReader(backend.Reader):
         """Restore an item of a checkpoint, '' for its only tree; ``own`` is our reader of it, if there is one."""
         self.location, self._own = checkpoint / item if item else checkpoint, own
         if item and "CompositeCheckpointHandler" in _handler_names(checkpointer):
-            values = restore_with(checkpointer, checkpoint.path)[item]
+            values = _restored_by(checkpointer, checkpoint.path)[item]
         else:
-            values = restore_with(checkpointer, self.path, **_arguments(checkpointer, own))
+            values = _restored_by(checkpointer, self.path, **_arguments(checkpointer, own))
         if own is None:
             self.tree: Node = map_leaves(self._leaf, state_dict.describe(values))
         else:
@@ -104,7 +104,7 @@ def _arguments(checkpointer: Any, own: backend.Reader | None) -> Mapping[str, An
     return {}
 
 
-def restore_with(checkpointer: Any, path: str, **arguments: Any) -> Any:
+def _restored_by(checkpointer: Any, path: str, **arguments: Any) -> Any:
     """Restore with a checkpointer, alone if it gets no arguments; its errors say what to do."""
     try:
         return checkpointer.restore(path, **arguments)

@@ -81,7 +81,7 @@ def becomes_array(target: Any, casts: bool) -> bool:
     return isinstance(target, jax.ShapeDtypeStruct) or casts
 
 
-def find(path: Path, stored: Any, target: Any, casts: bool) -> KindDifference | None:
+def difference_at(path: Path, stored: Any, target: Any, casts: bool) -> KindDifference | None:
     """Return how the kinds of a stored node and a target's leaf differ, or None. A None target accepts anything.
 
     ``casts`` is the setting ``dtype="target"``, which makes arrays of numbers."""

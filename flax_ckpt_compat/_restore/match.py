@@ -202,7 +202,7 @@ class _Planner:
             if was is not None and was != shape:
                 self._plan.shapes.append((path, was, shape))
                 return target
-        difference = leaf_kinds.find(path, stored, target, self._casts)
+        difference = leaf_kinds.difference_at(path, stored, target, self._casts)
         if difference is None:
             return target
         self._plan.kinds.append(difference)

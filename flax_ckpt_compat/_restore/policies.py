@@ -41,7 +41,7 @@ def refusals(plan: TreePlan, *, as_flax: bool = False, proposes: bool = True) ->
         yield errors.MissingLeavesError, lambda: _missing_error(plan)
     if plan.kinds and settings.kind_mismatch == "error":  # before what is unused: entries of a longer sequence are, too
         yield errors.KindMismatchError, lambda: _kinds_error(plan, proposes)
-    if unused_policy(plan, settings, lenient=lenient) == "error":
+    if _unused_policy(plan, settings, lenient=lenient) == "error":
         yield errors.UnusedLeavesError, lambda: _unused_error(plan)
     if plan.shapes and settings.shape_mismatch == "error":
         yield errors.ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
@@ -66,14 +66,14 @@ def enforce(plan: TreePlan) -> None:
         _log.warning(_other_kinds(plan, refused=False))
     enforce_shapes(plan, plan.shapes)
     if plan.unused and plan.target is not None:
-        is_warned = unused_policy(plan, settings, lenient=lenient) == "warn"
+        is_warned = _unused_policy(plan, settings, lenient=lenient) == "warn"
         level = logging.WARNING if is_warned else logging.INFO
         _log.log(level, "%s: not in the target, dropped: %s", plan.path, one_line(map(show_path, plan.unused)))
         if settings.unused_leaves in ("auto", "warn") and (counts := _counts_of_schedules(plan)):
             _log.warning("%s: %s", plan.path, counts)
 
 
-def unused_policy(plan: TreePlan, settings: config.Settings, *, lenient: bool) -> str:
+def _unused_policy(plan: TreePlan, settings: config.Settings, *, lenient: bool) -> str:
     """Return what happens to stored leaves that the target lacks: error, warn or ignore."""
     if plan.target is None or not plan.unused:
         return "ignore"

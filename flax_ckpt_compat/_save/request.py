@@ -67,8 +67,8 @@ class SaveRequest:
         return (steps.step_of(name, self.checkpoint_dir.prefix) or 0) > (self.number or 0)
 
     @property
-    def attempt(self) -> str:
-        """Return the beginning of an error message."""
+    def refusal(self) -> str:
+        """Return the beginning of the message of an error that refuses the save."""
         return f"cannot save {'' if self.step is None else f'step {self.step} '}to {self.path}"
 
 

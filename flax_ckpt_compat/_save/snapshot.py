@@ -169,7 +169,7 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     name = show_path(path)
     what = f"{name} is spread over several processes and this one sees only a part of it"
     remedy = "use save_checkpoint_multiprocess, called by all processes."
-    raise MPACheckpointingRequiredError(f"{request.attempt}: {what}; {remedy}", path=request.path, leaf=name)
+    raise MPACheckpointingRequiredError(f"{request.refusal}: {what}; {remedy}", path=request.path, leaf=name)
 
 
 def _unsupported(path: Path, why: str) -> UnsupportedLeafError:

@@ -76,9 +76,9 @@ def _check_directory(request: SaveRequest) -> None:
     is_step = steps.step_of(directory.name, request.checkpoint_dir.prefix) is not None
     if (is_step and directory.isfile()) or contents.is_certainly_orbax(directory):
         message = f"{directory} is itself a checkpoint; pass the directory that holds it, {directory.parent}"
-        raise _invalid(request, f"{request.attempt}: {message}")
+        raise _invalid(request, f"{request.refusal}: {message}")
     if why := contents.why_inside(directory):
-        raise _invalid(request, f"{request.attempt}: {why}")
+        raise _invalid(request, f"{request.refusal}: {why}")
 
 
 def _check_replaced(request: SaveRequest) -> None:
@@ -91,9 +91,9 @@ def _check_replaced(request: SaveRequest) -> None:
     if reason := _reason_against(request, path):
         hint = ", pass step= to save into this directory" if strict and request.step is None and path.isdir() else ""
         remedy = f"save under another name{hint}, or remove it yourself"
-        raise _invalid(request, f"{request.attempt}: {reason}, and only checkpoints are replaced; {remedy}.")
+        raise _invalid(request, f"{request.refusal}: {reason}, and only checkpoints are replaced; {remedy}.")
     if strict and not request.overwrite:
-        raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
+        raise _invalid(request, f"{request.refusal}: it exists; pass overwrite=True to replace it.")
 
 
 def _reason_against(request: SaveRequest, path: Location) -> str | None:
