@@ -40,15 +40,13 @@ _COPY_BELOW = 16 * 2**10
 # that the kernel fills whole pages: a third less time than a call per header and array.
 _BATCH = 16 * 2**20
 _MAX_PIECES = 512  # of a batch
-# Copies of strided and sharded arrays.
-_BLOCK = 8 * 2**20
+_BLOCK = 8 * 2**20  # of copies of strided and sharded arrays
 # Below this, an array in shards is assembled in memory, to be written with its neighbours.
 _MIN_SHARDED = 256 * 2**10
 
+_MAX_LENGTH = 2**32 - 1  # bytes; msgpack's length fields are four bytes wide
 # Types that msgpack's encoder takes as they are, also many at once.
 _VALUES = frozenset({int, float, bool, str, type(None)})
-# Bytes; msgpack's length fields are four bytes wide.
-_MAX_LENGTH = 2**32 - 1
 _ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 

@@ -59,7 +59,8 @@ class MsgpackReader(Reader):
     def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
         source = self._source
         is_whole = source.size <= (_WHOLE if source.is_local else _WHOLE_OBJECT)
-        data = read_parts(source, 0, source.size if is_whole else 0 if source.is_local else HEAD_BYTES)
+        first_bytes = 0 if source.is_local else HEAD_BYTES
+        data = read_parts(source, 0, source.size if is_whole else first_bytes)
         if is_whole and self._sums is not None:
             self._sums.verify_data(data)
         window = Window(source, data)
@@ -92,13 +93,13 @@ class MsgpackReader(Reader):
         if any(one.index is not None and type(one.locator) is not gda_read.FolderArray for one in handles):
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
-        is_read = _map(source, handles, values) if mapped else set()
+        already_mapped = _map(source, handles, values) if mapped else set()
         in_memory: list[tuple[int, LeafHandle, bytes]] = []
         in_folder: list[tuple[int, LeafHandle]] = []
         reads: list[Read] = []
         unfinished: list[int] = []
         for index, handle in enumerate(handles):
-            if index in is_read:
+            if index in already_mapped:
                 continue
             if handle.dtype is None and type(handle.locator) is not FileRanges:
                 values[index] = handle.locator  # a Python value
