@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.object_store import client, commit
 from tests.support import s3
 from tests.support.saves import tree
@@ -93,7 +93,7 @@ def test_it_is_overwritten_between_two_requests(format: Any, checksums: str, any
         save(1)
         with pytest.MonkeyPatch.context() as patch, flax_ckpt_compat.config.override(checksums=checksums):
             requests = _Between(at, lambda: save(2), patch)
-            restored = checkpoints.restore_checkpoint(root, None, step=(None, 2)[at % 2])
+            restored = ours.restore_checkpoint(root, None, step=(None, 2)[at % 2])
         held = {int(restored["n"]), int(restored["small"][0]), int(restored["array"][0]), len(restored["text"]) - 10}
         assert len(held) == 1, (at, restored)
         return requests.count, held.pop()

@@ -10,7 +10,6 @@ from fsspec import asyn
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, restore, save
-from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat._core.object_store.clouds import AzClient
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat.cli import main
@@ -116,7 +115,7 @@ def test_arrays_beside_a_msgpack_file(folder: str, name: str, bucket: Bucket) ->
     """One process reads from a store what two processes of real Flax wrote, in the folder beside the file."""
     root = bucket.upload(GDA / folder, folder)
     with bucket.proxy.failing(s3.sometimes(0.1, seed=3)):
-        found = ours.restore_checkpoint(f"{root}/{name}", None)
+        found = checkpoints.restore_checkpoint(f"{root}/{name}", None)
     assert normal(found) == normal(gda_values(folder))
 
 

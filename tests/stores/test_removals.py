@@ -5,7 +5,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -17,21 +16,16 @@ from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat.cli import main
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python, tree, use_flag
-from tests.support.store_places import AnyBucket
-
-
-def state(number: int) -> dict[str, Any]:
-    """A tree that tells in each value which save it is from, and has other names in each."""
-    return {"n": number, "w": np.full(700, number, np.float32), f"only_in_{number}": np.arange(5) + number}
+from tests.support.store_places import BY_TURNS, AnyBucket
 
 
 def test_arrays_go_with_their_file(any_bucket: AnyBucket) -> None:
     """What several processes wrote beside an evicted msgpack file is removed with it, and no other folder."""
     root = f"{any_bucket.url}/run"
-    flax_ckpt_compat.save(root, state(1), step=1, format="msgpack")
+    flax_ckpt_compat.save(root, tree(1), step=1, format="msgpack")
     for name in ("checkpoint_1_gda/w/.zarray", "checkpoint_1_gda/w/0", "checkpoint_9_gda/w/0"):
         any_bucket.put(f"run/{name}", b"{}")
-    flax_ckpt_compat.save(root, state(2), step=2, format="msgpack", keep=1)
+    flax_ckpt_compat.save(root, tree(2), step=2, format="msgpack", keep=1)
     assert sorted(any_bucket.keys("run/")) == ["run/checkpoint_2", "run/checkpoint_9_gda/w/0"]
 
 
@@ -41,8 +35,8 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     root, other = f"{bucket.url}/run", f"{bucket.url}/other"
     with bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" and "/_begun" in path else ""):
         for step in (1, 2):
-            flax_ckpt_compat.save(root, state(step), step=step, format="orbax")
-        flax_ckpt_compat.save(other, state(1), step=1, format="orbax")
+            flax_ckpt_compat.save(root, tree(step), step=step, format="orbax")
+        flax_ckpt_compat.save(other, tree(1), step=1, format="orbax")
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 2
     assert all(
@@ -53,16 +47,12 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     )
     assert ours.available_steps(root) == [1, 2]
     assert flax_ckpt_compat.restore(root)["n"] == 2
-    flax_ckpt_compat.save(root, state(3), step=3, format="orbax", keep=1)
+    flax_ckpt_compat.save(root, tree(3), step=3, format="orbax", keep=1)
     assert ours.available_steps(root) == [3]
     assert not [key for key in bucket.keys("run/") if "_begun" in key]
 
 
-SLOW = [("s3", "msgpack"), ("s3", "orbax"), ("gs", "orbax")]
-ANY = [("gs", "msgpack"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
-
-
-@pytest.mark.parametrize(("any_bucket", "format"), ANY, indirect=["any_bucket"])
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_the_loser_hears_of_it(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that overwrites an older step removes the newest, whose writer removes that step: saving again helps."""
     root, discard, evicted = f"{any_bucket.url}/run", commit.remove, []
@@ -84,14 +74,13 @@ def test_the_loser_hears_of_it(any_bucket: AnyBucket, format: Any, monkeypatch: 
 
 
 YESTERDAY = 25 * 3600
-TREE = {"w": np.ones(1000, np.float32)}
 
 
 @pytest.mark.slow
 def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
     """Uploads that died a day ago go; running ones, and the checkpoints, stay."""
     url = f"{bucket.url}/run"
-    ours.save_checkpoint(url, TREE, 1)
+    ours.save_checkpoint(url, tree(), 1)
     whole = bucket.keys()
     now = int(time.time())
     bucket.put(f"run/checkpoint_2/_begun.{now - YESTERDAY}.{'0' * 32}", b"")
@@ -110,11 +99,11 @@ def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
 def test_what_nobody_may_read_stays(name: str, bucket: Bucket) -> None:
     """A save of another step sends no other requests to a complete one, of whose dead writer it can learn nothing."""
     root = f"{bucket.url}/run"
-    flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
+    flax_ckpt_compat.save(root, tree(1), step=1, format="orbax")
     bucket.put(f"run/checkpoint_1/_begun.{int(time.time()) - YESTERDAY}.{'0' * 32}", b"")
     bucket.proxy.log.clear()
     with bucket.proxy.failing(lambda method, path: "403" if method == "GET" and name in path else ""):
-        flax_ckpt_compat.save(root, state(2), step=2, format="orbax", keep=9)
+        flax_ckpt_compat.save(root, tree(2), step=2, format="orbax", keep=9)
     there = [asked.method for asked in bucket.proxy.log if "/checkpoint_1/" in asked.path]
     assert there and set(there) == {"GET"}
 
@@ -131,14 +120,11 @@ def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, beside: bool, l
         there.append(f"{folder}/_begun.{now - YESTERDAY + 7200}.{'1' * 32}")
     notes = [f"{folder}/notes"] * beside
     with use_flag(flag and not beside):
-        ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
+        ours.save_checkpoint(f"{bucket.url}/run", tree(), 1)
         for key in (*there, *notes):
             bucket.put(key, b"")
-        ours.save_checkpoint(f"{bucket.url}/run", TREE, 1 if beside else 2, keep=9, overwrite=beside)
+        ours.save_checkpoint(f"{bucket.url}/run", tree(), 1 if beside else 2, keep=9, overwrite=beside)
     assert bucket.keys(f"{folder}/") == sorted([*there * live, *notes])
-
-
-CHANGES = ("PUT", "POST", "DELETE")
 
 
 @pytest.mark.parametrize("commits", [False, True])
@@ -149,10 +135,11 @@ def test_an_overwrite_that_dies(commits: bool, bucket: Bucket) -> None:
     before = bucket.keys("run/")
 
     def rule(method: str, path: str) -> str:
-        is_other = method in CHANGES and "/d/" not in path and "/_begun" not in path
+        changes = method in ("PUT", "POST", "DELETE")
+        is_other = changes and "/d/" not in path and "/_begun" not in path
         if (method == "DELETE" and "/_begun" in path) or (is_other and not commits):
             ended.append(True)
-        return "403" if ended and method in CHANGES else ""
+        return "403" if ended and changes else ""
 
     with bucket.proxy.failing(rule), suppress(errors.StorageError):
         flax_ckpt_compat.save(root, tree(2), step=1, format="orbax", overwrite=True)
