@@ -36,7 +36,7 @@ PARTIAL_SAVE = ".partial_save"  # v1 writes parts below a directory with this su
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
 BEGUN = "_begun"  # a running save
-is_upload_marker = re.compile(rf"{BEGUN}\.\d+\.[0-9a-f]{{32}}").fullmatch  # an object: a save to a store, or a removal
+_UPLOAD_MARKER = re.compile(rf"{BEGUN}\.\d+\.[0-9a-f]{{32}}")
 TREE_FILES = (TREE_METADATA, MSGPACK_FILE, SHARDING, STRINGS, MANIFEST, CHECKSUMS, *ARRAY_METADATA_FILES)  # of a tree
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
 STEP_FILES = (STEP_METADATA, V1_MARKER, COMMIT_FILE, DESCRIPTOR)  # beside the items
@@ -48,3 +48,8 @@ SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array
 JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"
 JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
+
+
+def is_upload_marker(name: str) -> bool:
+    """Return whether a name is that of the object that tells of a save to a store, or of a removal."""
+    return _UPLOAD_MARKER.fullmatch(name) is not None

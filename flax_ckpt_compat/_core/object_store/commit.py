@@ -7,7 +7,8 @@ A folder is written in this order:
 3. a list, which tells what is there, and whether a later writer has begun;
 4. the commit file of what is replaced goes. From here on the folder has a marker and no commit file: it is unfinished;
 5. all other files, each on the condition that it is as it was listed;
-6. another list, ``commit_success.txt``, which Orbax too writes last in stores, and a last list. If anything else has
+6. another list, ``commit_success.txt``, which Orbax too writes last in stores, and a last list. If a later writer has
+   begun, that file goes again, unless that writer has changed it, to say that it gives up. If anything else has
    changed, all begins again at step 3;
 7. what was replaced goes, and the marker.
 
@@ -35,7 +36,7 @@ from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, St
 from flax_ckpt_compat._core.numbered_names import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError
 from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Client
-from flax_ckpt_compat._core.object_store.hub_and_epath import EpathClient, HubClient, is_known
+from flax_ckpt_compat._core.object_store.hub_and_epath import EpathClient, HubClient, path_of
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Location, Stat, split_url
@@ -53,16 +54,19 @@ _OF_ONE_SAVE = re.compile(
 Files = Mapping[str, Stat]
 
 CLIENTS: dict[str, Client] = {"s3": S3Client(), "gs": GsClient(), "az": AzClient(), "hf": HubClient()}
-_EPATH = EpathClient()
 
 
 def client_for(url: str) -> Client:
     """Return the client of a URL's scheme."""
-    scheme = split_url(url)[0]
-    if scheme not in CLIENTS and not is_known(scheme):
-        known = "s3://, gs://, az:// and hf:// URLs, those of path classes registered with epath, and local paths"
-        raise StorageError(f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used", path=url)
-    return CLIENTS.get(scheme, _EPATH)
+    if (scheme := split_url(url)[0]) not in CLIENTS:
+        try:
+            path_of(f"{scheme}://x")
+        except (KeyError, NotImplementedError) as error:
+            known = "s3://, gs://, az:// and hf:// URLs, those of path classes registered with epath, and local paths"
+            message = f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used"
+            raise StorageError(message, path=url) from error
+        CLIENTS[scheme] = EpathClient()
+    return CLIENTS[scheme]
 
 
 def is_unfinished(names: Collection[str]) -> bool:
@@ -85,37 +89,30 @@ def new_marker(number: int) -> str:
     return f"{layout.BEGUN}.{number}.{uuid.uuid4().hex}"
 
 
-def _is_expired(marker: str) -> bool:
-    """Return whether the writer of a marker counts as dead."""
-    return time.time() - time_of(marker) > EXPIRES_AFTER
-
-
-def object_at(url: str, *, new: bool) -> Stat | None:
-    """Return the object of a name, or None; with ``new``, raise ConcurrentWriteError if it is a checkpoint."""
-    found = client_for(url).find(url)
-    if new and found is not None and found.size:  # an empty one is none
+def version_at(url: str, *, new: bool) -> str:
+    """Return the version of the object of a name; with ``new``, raise ConcurrentWriteError if it is a checkpoint."""
+    found = client_for(url).find(url) or Stat(0, ABSENT)
+    if new and found.size:  # an empty one is none
         raise lost(url)
-    return found
+    return found.version
 
 
 def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> None:
     """Upload a msgpack file, and remove a folder of its name; with ``new``, nothing is replaced.
 
     Raise ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
-    client = client_for(url)
-    there = object_at(url, new=True) if new else None
+    client, version = client_for(url), version_at(url, new=True) if new else None
     # What is committed beside the object after this list is newer: it counts, and stays.
     hidden = client.list(url) if client.shares_names and not new else {}
     try:
-        found = (ABSENT if there is None else there.version) if new else None
-        version = client.put(url, Path(staged), found, meter)
+        version = client.put(url, Path(staged), version, meter)
     except ConflictError as error:
         raise lost(url) from error
     if new:
         hidden = client.list(url)
     # Until its commit file is gone, the folder counts.
-    gone = _uncommit(url, hidden) if hidden and not (new and COMMIT_FILE in hidden) else {}
-    if new and hidden and not gone:  # it is committed, perhaps since it was listed
+    gone = None if new and COMMIT_FILE in hidden else uncommit(url, hidden)
+    if new and gone is None:
         client.delete(url, version)
         raise lost(url)
     if gone:
@@ -125,34 +122,46 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
 
 def remove(url: str) -> None:
     """Remove a checkpoint, the object first: it must not reappear when the folder that replaced it is gone."""
-    client_for(url).delete(url)
-    remove_folder(url, client_for(url).list(url))
-
-
-def remove_folder(url: str, found: Files) -> None:
-    """Remove files that were found in a folder, if there are any and it was not committed since."""
-    if found and (gone := _uncommit(url, found)):
+    client = client_for(url)
+    client.delete(url)
+    if gone := uncommit(url, client.list(url)):
         delete(url, gone, versions_of(gone))
 
 
-def _uncommit(url: str, found: Files) -> Files:
-    """Mark a folder, and delete its commit file; return what has to go, nothing if it was committed meanwhile."""
+def uncommit(url: str, found: Files) -> Files | None:
+    """Mark a folder, and delete its commit file; return what has to go, or None if it was committed meanwhile."""
+    if not found:
+        return found
     client, commit_file, last = client_for(url), f"{url}/{COMMIT_FILE}", last_marker(found)
     # What is being saved there ends. What began after the folder was listed, and so is not removed, need not end.
     marker = new_marker(time_of(last) + 1 if last else int(time.time()))
     version = client.put(f"{url}/{marker}", b"")
     is_ours = COMMIT_FILE in found and client.delete(commit_file, found[COMMIT_FILE].version)
-    if not is_ours and client.find(commit_file) is not None:  # else an answer was lost, and it is gone
-        client.delete(f"{url}/{marker}")
-        return {}
+    while not is_ours and COMMIT_FILE in (there := client.list(url)):  # else an answer was lost, and it is gone
+        if _is_final(url, there, marker):
+            client.delete(f"{url}/{marker}")
+            return None
     return {name: stat for name, stat in found.items() if name != COMMIT_FILE} | {marker: Stat(0, version)}
+
+
+def _is_final(url: str, there: Files, marker: str) -> bool:
+    """Return whether a folder stays committed, so that a writer whose marker has come meanwhile can give up.
+
+    It changes the commit file, which its writer then withdraws no more, unless a third one may be replacing files."""
+    client, commit_file, version = client_for(url), f"{url}/{COMMIT_FILE}", there[COMMIT_FILE].version
+    with suppress(ConflictError, FileNotFoundError):
+        text = client.read(commit_file, version=version)
+        if (other := last_marker(there.keys() - {marker})) and other.encode() in text:
+            client.put(commit_file, text + b"\n", version)
+        return True
+    return False
 
 
 def delete(url: str, names: Collection[str], versions: Mapping[str, str] = {}) -> None:
     """Delete files of a folder, the markers last; of those with a version, that one alone."""
     client = client_for(url)
     for is_last in (False, True):
-        group = [name for name in names if bool(is_upload_marker(name)) == is_last]
+        group = [name for name in names if is_upload_marker(name) == is_last]
         in_parallel(lambda name: client.delete(f"{url}/{name}", versions.get(name)), group, _AT_ONCE)
 
 
@@ -161,7 +170,7 @@ def remove_arrays_beside(url: str) -> None:
     folder = url + ARRAYS_POSTFIX
     with after_commit(url):
         there = client_for(url).list(folder)
-        if (arrays := arrays_among(there)) and _is_expired(last_marker(there)):
+        if (arrays := arrays_among(there)) and time.time() - time_of(last_marker(there)) > EXPIRES_AFTER:
             marks = [name for name in there if is_upload_marker(name) or name == COMMIT_FILE]
             delete(folder, arrays + marks, versions_of(there))
 
@@ -185,7 +194,7 @@ def leftovers(url: str, files: Files) -> dict[str, Files]:
     for name, there in folders.items():
         last, main = last_marker(there), name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
-        if last and _is_expired(last) and (main == name or main not in folders):
+        if last and time.time() - time_of(last) > EXPIRES_AFTER and (main == name or main not in folders):
             there.pop("", None)  # an object of that name
             found[name] = there if main != name or is_unfinished(there) else _beside_a_commit(f"{url}/{name}", there)
     return found
@@ -295,10 +304,9 @@ class Upload:
 
     def written(self) -> list[str]:
         """List what the processes have written so far, relative to the folder."""
-        return list(filter(self._is_part, self.client.list(self.folder)))
-
-    def _is_part(self, key: str) -> bool:
-        return f".{tag_of(key)}" == self.tag and key != self.marker
+        return [
+            key for key in self.client.list(self.folder) if tag_of(key) == tag_of(self.marker) and key != self.marker
+        ]
 
     def write(self, name: str, data: bytes) -> None:
         """Write one file below the folder."""
@@ -306,11 +314,9 @@ class Upload:
 
     def send(self, directory: str, names: Collection[str], meter: Meter = OFF) -> None:
         """Upload local files under the same names."""
-
-        def put(name: str) -> None:
-            self.client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
-
-        in_parallel(put, names, _AT_ONCE)
+        in_parallel(
+            lambda name: self.client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter), names, _AT_ONCE
+        )
 
     def check_active(self) -> None:
         """Raise ConcurrentWriteError, after removing what was sent too late, if process 0 has aborted the save."""
@@ -345,7 +351,7 @@ class Upload:
             self.begin(new=new, data=data)
         try:
             # Looked for once the marker is there: one of two new saves sees the other.
-            found = object_at(self.url, new=new)
+            version = version_at(self.url, new=new)
             self.send(staged, data, meter)
             there = self._commit(staged, fixed, parts, new, meter)
         except BaseException:
@@ -357,8 +363,8 @@ class Upload:
                     delete(self.folder, [*parts, begun, self.marker])
             raise
         with after_commit(self.url):
-            if found is not None:
-                self.client.delete(self.url, found.version)
+            if version:
+                self.client.delete(self.url, version)
             ours = {*names, *uploaded, COMMIT_FILE, self.marker}
             delete(self.url, [name for name in there if name not in ours], versions_of(there))
         self._delete_marker()
@@ -369,14 +375,18 @@ class Upload:
         """Replace the files that other saves have, too, and commit them with the parts; return all that is there."""
         for _ in range(_ROUNDS):
             there = self._look(parts)
-            with suppress(ConflictError):  # others change them meanwhile
-                if not (new and COMMIT_FILE in there):
-                    self._expected = versions_of(there)
-                    return self._replace(staged, fixed, parts, meter)
+            # What is committed once this save has begun to replace files is mixed with it.
+            if not (new and COMMIT_FILE in there) or self._has_begun:
+                with suppress(ConflictError):  # others change them meanwhile
+                    return self._replace(there, staged, fixed, parts, meter)
+            elif _is_final(self.url, there, self.marker):
+                break
             time.sleep(_PAUSE)
         raise lost(self.url)
 
-    def _replace(self, staged: str, fixed: list[str], parts: list[str], meter: Meter) -> Files:
+    def _replace(self, there: Files, staged: str, fixed: list[str], parts: list[str], meter: Meter) -> Files:
+        self._expected = versions_of(there)
+
         def put(name: str) -> None:
             path, version = Path(staged, name), self._expected.get(name, ABSENT)
             self._expected[name] = self.client.put(f"{self.url}/{name}", path, version, meter)
@@ -384,7 +394,8 @@ class Upload:
         indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
         sums = [name for name in fixed if name == layout.CHECKSUMS]
         rest = [name for name in fixed if name not in (*indexes, *sums)]
-        switches = len(indexes) == 1 and self._is_same_tree(staged, fixed)
+        has_same_names = len(indexes) == 1 and self._expected.keys() == {*fixed, COMMIT_FILE}
+        switches = has_same_names and self._is_same_tree(staged, {*rest} - {layout.STEP_METADATA})
         self._has_begun = True
         if switches:  # other writers find another commit file, and so no more what they listed
             self._put_commit_file(self._expected[COMMIT_FILE])
@@ -395,13 +406,18 @@ class Upload:
         for group in [indexes, rest, sums] if switches else [rest[:1], [*rest[1:], *sums], indexes]:
             in_parallel(put, group, _AT_ONCE)
         if not switches:
-            self._check(parts)
+            there = self._check(parts)
             self._put_commit_file(ABSENT)
         try:
             return self._check(parts)
         except (ConflictError, ConcurrentWriteError):  # another writer has begun to replace files just before
-            self.client.delete(f"{self.url}/{COMMIT_FILE}", self._expected[COMMIT_FILE])
-            raise
+            version = self._expected[COMMIT_FILE]
+            if self.client.delete(f"{self.url}/{COMMIT_FILE}", version):
+                raise
+            found = versions_of(self.client.list(self.url))
+            if COMMIT_FILE not in found or found | {COMMIT_FILE: version} != self._expected:  # else see `_is_final`
+                raise
+        return there
 
     def _look(self, parts: Collection[str] = ()) -> Files:
         """List the folder; raise ConcurrentWriteError if a later writer has begun, or removed parts of this save."""
@@ -417,17 +433,11 @@ class Upload:
             raise ConflictError(self.url)
         return there
 
-    def _is_same_tree(self, staged: str, fixed: list[str]) -> bool:
-        """Return whether nothing but indexes, checksums, times and blanks tell the new checkpoint from the old one."""
-
-        def is_same(name: str) -> bool:
-            if name in (layout.CHECKSUMS, layout.STEP_METADATA) or posixpath.basename(name) == MANIFEST:
-                return True
-            found = self.client.read(f"{self.url}/{name}")
-            return Path(staged, name).read_bytes().rstrip() == found.rstrip()
-
-        with suppress(FileNotFoundError):  # another writer removes it
-            return self._expected.keys() == {*fixed, COMMIT_FILE} and all(in_parallel(is_same, fixed, _AT_ONCE))
+    def _is_same_tree(self, staged: str, names: Collection[str]) -> bool:
+        """Return whether nothing but blanks tells files from the old ones; indexes, checksums and times do always."""
+        with suppress(FileNotFoundError):  # another writer removes them
+            old = in_parallel(lambda name: (name, self.client.read(f"{self.url}/{name}").rstrip()), names, _AT_ONCE)
+            return dict(old) == {name: Path(staged, name).read_bytes().rstrip() for name in names}
         return False
 
     def _publish_file(self, staged: str, new: bool) -> None:
@@ -438,7 +448,7 @@ class Upload:
         except ConcurrentWriteError:
             self.abort()
             raise
-        old = [key for key in there if key != self.marker and not self._is_part(key)]
+        old = [key for key in there if tag_of(key) != tag_of(self.marker)]
         with after_commit(self.url):
             delete(self.folder, [*arrays_among(old), *filter(is_upload_marker, old)])
         self._delete_marker()

@@ -6,6 +6,7 @@ are copied whole, whatever is there.
 
 from __future__ import annotations
 
+import functools
 import os
 import posixpath
 import shutil
@@ -20,6 +21,7 @@ from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Location, Stat, split_url
 
+_package = functools.partial(imported, package="huggingface_hub")
 # An entry that is not in the local cache is no missing one, but a network that is.
 _MISSING = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")
 
@@ -76,10 +78,6 @@ class HubClient(Client):
             raise not_found(url) if kind in _MISSING else self.failure(error, url, "read", remedy) from error
 
 
-def _package(url: str) -> Any:
-    return imported(url, "huggingface_hub")
-
-
 def _resolve(path: str) -> dict[str, Any]:
     """Return kind, name and revision of a repository, and the path of a file in it."""
     first, *parts = path.partition("://")[2].split("/")
@@ -89,25 +87,16 @@ def _resolve(path: str) -> dict[str, Any]:
     return {"repo_type": kind, "repo_id": name, "revision": revision or None, "path": "/".join(names[2:])}
 
 
-def is_known(scheme: str) -> bool:
-    """Return whether a path class of a scheme is registered with epath."""
-    try:
-        _path(f"{scheme}://x")
-    except (KeyError, NotImplementedError):
-        return False
-    return True
-
-
 class EpathClient(Client):
     """Requests to the stores of schemes of epath."""
 
     shares_names = False
 
     def list(self, url: str) -> dict[str, Stat]:
-        return dict(sorted(_walk(_path(url), "")))
+        return dict(sorted(_walk(path_of(url), "")))
 
     def find(self, url: str) -> Stat | None:
-        path = _path(url)
+        path = path_of(url)
         with suppress(FileNotFoundError):  # removed between two looks
             return None if path.is_dir() or not path.exists() else _stat(path)
         return None
@@ -115,7 +104,7 @@ class EpathClient(Client):
     def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
         if self.find(url) is None:  # path classes have other errors of their own
             raise not_found(url)
-        with _path(url).open("rb") as file:
+        with path_of(url).open("rb") as file:
             file.seek(start)
             data = bytes(file.read(-1 if stop is None else stop - start))
         if version is not None and ((found := self.find(url)) is None or found.version != version):
@@ -123,7 +112,7 @@ class EpathClient(Client):
         return data
 
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
-        path = _path(url)
+        path = path_of(url)
         with translated(url, "written"):
             # Such a store may be a disk, where no file and folder share a name.
             inside = list(self.list(url))
@@ -139,7 +128,7 @@ class EpathClient(Client):
 
     def delete(self, url: str, version: str | None = None) -> bool:
         with translated(url, "removed"):
-            found, path = self.find(url), _path(url)
+            found, path = self.find(url), path_of(url)
             if found is None or version not in (None, found.version):
                 return False
             with suppress(FileNotFoundError):
@@ -151,7 +140,8 @@ class EpathClient(Client):
             return True
 
 
-def _path(url: str) -> Any:
+def path_of(url: str) -> Any:
+    """Return epath's path of a URL; raise KeyError or NotImplementedError if none is registered with its scheme."""
     from etils import epath
 
     return epath.Path(url)
