@@ -114,7 +114,7 @@ class Meter:
         """Log what was saved or restored at INFO, with the seconds of each phase."""
         what, size, seconds = f"{self._doing.capitalize()}d", format_size(self._total), sum(self._phases.values())
         phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
-        rate = f", {self._total / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+        rate = f", {format_size(self._total / seconds)}/s" if seconds > 0 else ""
         _log.info("%s %s: %s in %.3f s%s (%s)", what, printable(self._path), size, seconds, rate, phases)
 
     def _call(self, done: int, name: str, error: BaseException | None = None) -> None:

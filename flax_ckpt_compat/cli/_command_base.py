@@ -212,7 +212,7 @@ def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
 
 def json_option(what: str) -> Callable[[Any], Any]:
     """Return the option ``--json`` of a command that prints ``what`` with it."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} instead of text.")
+    return click.option("--json", "as_json", is_flag=True, help=f"Instead of text, print {what}.")
 
 
 prefix_option = click.option("--prefix", default="checkpoint_", show_default=True, help="What is before the step.")

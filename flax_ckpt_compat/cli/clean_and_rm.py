@@ -30,7 +30,7 @@ _yes = click.option("--yes", is_flag=True, help="Do not ask.")
 flax-ckpt clean runs/a --dry-run
 flax-ckpt clean runs                 asks before it removes anything
 flax-ckpt clean gs://bucket/runs --yes
-flax-ckpt clean runs --force         also what was changed today, where nothing saves any more
+flax-ckpt clean runs --force         also what changed today
 """)
 @base.path_argument("directory")
 @_dry_run
@@ -41,7 +41,7 @@ def clean(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: boo
     """Remove what interrupted saves left in DIRECTORY and below it.
 
     That is: temporaries of dead writers, unfinished uploads, and the arrays of several processes (_gda) without their
-    checkpoint. What a live writer may still write stays: of real Flax and Orbax, and of writers on other machines, all
+    checkpoint. Files that a running job may still need are kept: of real Flax and Orbax, and of other machines, all
     that changed within 24 hours, unless you pass --force. No checkpoint is ever removed.
 
     Exit code 0 if nothing is left, 1 if something is (after --dry-run, a no, or where the system refused), 2 if

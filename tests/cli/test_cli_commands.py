@@ -59,6 +59,7 @@ def test_help(name: str) -> None:
     assert line.endswith(".") and len(line) <= 80
     result = CliRunner().invoke(cli.main, [name, "--help"])
     assert result.exit_code == 0
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())  # a terminal would break it
     if isinstance(command, Command):
         assert f"  flax-ckpt {name}" in result.stdout.partition("Examples:\n")[2]
         assert "--debug" in result.stdout

@@ -319,7 +319,7 @@ def test_an_interrupted_save_leaves_no_temporary(
 
 
 MEGABYTE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
-LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in [\d.]+ s, [\d.]+ GB/s \((.*)\)"
+LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in [\d.]+ s, [1-9][\d.]* [MG]B/s \((.*)\)"
 
 
 @pytest.mark.parametrize("background", [False, True])
