@@ -327,7 +327,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
     is_explained = bool(plan.why) and plan.raises in ("MissingLeavesError", "ShapeMismatchError")
     if found is None:
         if trees and plan.missing and not is_explained:
-            yield Line("Nothing stored fits what is missing as it is; rules.fuse and rules.split join and divide it.")
+            yield Line("Nothing stored fits by name and shape; for other names write rules.rename, or fuse and split.")
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
             yield Line(printable(str(tree.problems[0]) if tree.problems else shape_remedies(tree, tree.shapes)))
     elif not (found.doubts and found.rules and is_explained):
