@@ -65,8 +65,8 @@ class Suggestion:
             # A name with a line break must not become a line of Python.
             reason = printable(step.reason, one_line=True)
             # What keeps values must not, pasted as it is, leave stored ones behind.
-            mark, why = ("# ", "to keep the target's own: ") if step.keeps else ("", "")
-            lines.append(f"    {mark}{step.rule},  # {why}{reason}")
+            mark = "# " if step.keeps else ""
+            lines.append(f"    {mark}{step.rule},  # {reason}")
         return "\n".join([*lines, "]"])
 
 
@@ -91,17 +91,18 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     stored, first = first.tree, dataclasses.replace(first, tree=map_leaves(_here, first.tree))
     collections = proposals.collections(pairing, first.tree)
     begun = [first, *filter(None, (pairing.tried(first, [step]) for step in collections))]
-    if lacking <= _MANY and (matched := pairing.leftovers(first)).matched > first.matched:
-        begun.insert(0, matched)
+    rest = pairing.leftovers(first) if lacking <= _MANY else first
+    if len(rest.fitting) > len(first.fitting):
+        begun.insert(0, rest)
     found = [pairing.laid_out(pairing.paired(state)) for state in begun]
-    most = max(1, *(state.matched for state in found))
+    most = max(1, *(len(state.fitting) for state in found))
     made = list[Suggestion]()
     for state in sorted(found, key=lambda one: len(one.steps)):
         # Fewer leaves found is no better way, however sure; nor are more steps than those of what is certain.
-        if state.matched == most and all(one.doubts for one in made):
+        if len(state.fitting) == most and all(one.doubts for one in made):
             state = proposals.finished(pairing, state)
             remaining = pairing.missing(state)
-            steps, against = _judged(_Outcome(stored, first, pairing, state), state.steps, remaining)
+            steps, against = _judged(_Outcome(stored, first, pairing, state), remaining)
             sentences = tuple(printable(doubt, one_line=True) for doubt in against)
             if len(remaining) <= lacking / 2:
                 made.append(Suggestion(steps, tuple(map(show_path, remaining)), sentences))
@@ -128,7 +129,7 @@ class _Outcome:
 
     def __init__(self, stored: Node, first: State, pairing: Pairing, state: State):
         self.shown: Callable[[Path], Path] = lambda path: handles_of(node_at(stored, path))[0].path  # in the checkpoint
-        self.had, self.has = Roles(first.tree), pairing.roles
+        self.steps, self.had, self.has = state.steps, Roles(first.tree), pairing.roles
         is_t5x = isinstance(node_at(stored, ("state", "param_states")), Branch)  # its parameters are in ``target``
         self.collections = {"params", "batch_stats", *(["target"] if is_t5x else ())}
         self.looks = {path: first.looks[path] for path, leaf in iter_leaves(first.tree) if isinstance(leaf, LeafHandle)}
@@ -156,19 +157,17 @@ class _Outcome:
         self.moved = {old: new for old, new in whole.items() if old != new}
 
 
-def _judged(
-    outcome: _Outcome, steps: Sequence[ProposedRule], lacking: Sequence[Path]
-) -> tuple[tuple[ProposedRule, ...], list[str]]:
+def _judged(outcome: _Outcome, lacking: Sequence[Path]) -> tuple[tuple[ProposedRule, ...], list[str]]:
     """Return the steps, and doubts about them; steps that keep values say what is unused instead."""
     if lacking:
-        return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
+        return outcome.steps, [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
     layers, optimizers = _layers(outcome)
     judges = [_names(layers), _exchanged(layers), _exchanged(optimizers)]
     judges += [_unused(outcome), _optimizers(outcome), _begun(outcome)]
-    own = dict.fromkeys(step.doubt for step in steps if step.doubt)
+    own = dict.fromkeys(step.doubt for step in outcome.steps if step.doubt)
     # One doubt of each kind says enough.
     against = [*own, *itertools.chain.from_iterable(itertools.islice(judge, 1) for judge in judges)]
-    return tuple(_with_unused(step, outcome) if step.keeps else step for step in steps), against
+    return tuple(_with_unused(step, outcome) if step.keeps else step for step in outcome.steps), against
 
 
 def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:

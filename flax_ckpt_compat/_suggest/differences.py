@@ -65,14 +65,12 @@ class Gap:
         self.ours, self.theirs = stored.children, target.children
         both = self.ours.keys() & self.theirs.keys()
         same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
+        one, other = ({name: memo.print(node) for name, node in side.items()} for side in (self.ours, self.theirs))
+        # Of the children that are not as they were: a tower is none that moved because another one is like it.
+        self.prints = [{a[name] for name in a if a[name] != b.get(name)} for a, b in ((one, other), (other, one))]
         if path:  # layers that share a bias alone are others where each of the two has another name
-            equal = {name for name in both if memo.print(self.ours[name]) == memo.print(self.theirs[name])}
-            ours, theirs = (
-                {memo.print(node) for name, node in side.items() if name not in equal}
-                for side in (self.ours, self.theirs)
-            )
-            crossed = {name for name in same - equal if memo.print(self.theirs[name]) in ours}
-            same -= {name for name in crossed if memo.print(self.ours[name]) in theirs}
+            crossed = {name for name in same if one[name] != other[name] and other[name] in self.prints[0]}
+            same -= {name for name in crossed if one[name] in self.prints[1]}
         self.common = len(same)
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
@@ -111,7 +109,9 @@ class Gap:
             named = [{row.stem: row for row in side} for side in (olds, news)]
             for one, other in ((named[0][old], named[1][new]) for old, new in features.pair_up(*map(list, named))):
                 renamed_list = one.slash and other.slash and one.stem != other.stem
-                if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
+                # Fewer layers than are stored are not those that keep their names.
+                whole = one.first == other.first and self.gone.keys() >= set(one.siblings)
+                if not renamed_list and (len(one.nodes) == len(other.nodes) or whole):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
                     patterns = {literal(old): plain(new) for old, new in zip(one.names, other.names, strict=False)}
@@ -211,7 +211,9 @@ class Gap:
                     reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"
                     olds, news, patterns = [name], list(inner), {literal("/".join(level)): ""}
                     if is_new:
-                        olds, news = held if self.common else list(children), [name]
+                        homes = (one in getattr(node, "children", ()) for node in others.values() for one in held)
+                        is_part = self.common or (len(others) > 1 and sum(homes) <= len(held))
+                        olds, news = held if is_part else list(children), [name]
                         patterns = {f"({all_but(olds, self.ours)})": rf"{plain('/'.join(level))}/\1"}
                     yield Change(self.path, tuple(olds), tuple(news), patterns, reason)
                     self._take(list(children), [name], turned=not is_new)

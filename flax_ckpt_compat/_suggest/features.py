@@ -257,7 +257,6 @@ def _unnumbered(name: str) -> str:
 
 def natural(things: Iterable[T], name_of: Callable[[T], str] = str) -> list[T]:
     """Return things in the order of the whole numbers in their names: ``x1.2`` before ``x1.10``."""
-
     return sorted(things, key=lambda thing: _in_numbers(name_of(thing)))
 
 

@@ -28,7 +28,7 @@ _ROUNDS = 8
 _SEPARATE, _MAX_RENAMES = 24, 300
 _LARGE = 20_000  # nodes of a tree for which each rule takes long
 _MAX_KEPT, _MAX_PARTS = 40, 3
-_NO_MOMENTS = "no moments"
+_NO_MOMENTS, _OWN = "no moments", "to keep the target's own: "
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,11 +39,6 @@ class State:
     looks: dict[Path, Look]  # of its leaves
     steps: tuple[ProposedRule, ...]
     fitting: Set[Path]  # the target's leaves that are found with their shape
-
-    @property
-    def matched(self) -> int:
-        """Return the number of leaves that fit."""
-        return len(self.fitting)
 
 
 class Pairing:
@@ -98,7 +93,7 @@ class Pairing:
         }
         for step in layouts.steps(arrays, self.goal):
             after = self.tried(state, [step])
-            state = after if after is not None and after.matched > state.matched else state
+            state = after if after is not None and len(after.fitting) > len(state.fitting) else state
         return state
 
     def _repeated(self, state: State, groups_of: Callable[[State], Iterator[list[ProposedRule]]]) -> State:
@@ -109,7 +104,7 @@ class Pairing:
                 steps = [step for step in group if step.rule.source not in done]
                 done.update(step.rule.source for step in steps)
                 after = self.tried(state, steps) if steps else None
-                if after is None or after.matched < state.matched:
+                if after is None or len(after.fitting) < len(state.fitting):
                     continue
                 # Layers elsewhere that lie as they should must not be stacked, too.
                 if state.fitting <= after.fitting or not any("stack(" in step.rule.source for step in steps):
@@ -127,8 +122,7 @@ class Pairing:
         """Yield the steps of one round; those of one list make sense together alone."""
         own = Roles(state.tree)
         rows, changes, stacks = list[Change](), list[Change](), dict[str, list[ProposedRule]]()
-        for path, stored, target in self._pairs(state.tree, self.target, own, ()):
-            gap = Gap(path, stored, target, self.memo)
+        for gap in self._gaps(state.tree, self.target, own, ()):
             rows += gap.rows()
             for found in gap.others():
                 if isinstance(found, Change):
@@ -149,21 +143,20 @@ class Pairing:
         holds_one = any(root[:-1][: len(old)] == old for root in own.roots for old in olds)  # beside parameters
         return not (holds_one and all(map(self.roles.is_optimizer, news)))
 
-    def _pairs(self, stored: Branch, target: Branch, own: Roles, path: Path) -> Iterator[tuple[Path, Branch, Branch]]:
+    def _gaps(self, stored: Branch, target: Branch, own: Roles, path: Path) -> Iterator[Gap]:
         """Yield the branches of both trees that are paired and differ, the outer ones first."""
-        yield path, stored, target
-        sides = [{name: self.memo.print(child) for name, child in one.children.items()} for one in (stored, target)]
-        # Of the children that are not as they were; a tower is none that moved because another one is like it.
-        prints = [{one[name] for name in one if one[name] != other.get(name)} for one, other in (sides, sides[::-1])]
+        gap = Gap(path, stored, target, self.memo)
+        yield gap
         for name, child in stored.children.items():
             other = target.children.get(name)
             is_same = self.memo.named(child) == self.memo.named(other) or own.is_optimizer((*path, name))
             if is_same or not isinstance(child, Branch) or not isinstance(other, Branch):
                 continue
             # Of one name, but without a leaf in common: where neither is there under another name, all of it changed.
-            changed = bool(path) and self.memo.print(child) not in prints[1] and self.memo.print(other) not in prints[0]
+            ours, theirs = gap.prints
+            changed = bool(path) and self.memo.print(child) not in theirs and self.memo.print(other) not in ours
             if changed or not differences.torn(child, other, self.memo, at_root=not path):
-                yield from self._pairs(child, other, own, (*path, name))
+                yield from self._gaps(child, other, own, (*path, name))
 
 
 def _renamed(changes: Iterable[Change], tree: Node) -> Iterator[list[ProposedRule]]:
@@ -309,12 +302,15 @@ def finished(pairing: Pairing, state: State) -> State:
     state = pairing.tried(state, _single(pairing, state)) or state
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
-        if not pairing.missing(state, at) and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
+        lacking = pairing.missing(state, at)
+        if not lacking and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
             continue
         text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
-        # `_kept` names what is new among numbers alone, or fields of moments, such as amsgrad's.
+        fitting = (path for path in state.fitting if path[: len(at)] == at)
+        new, there = ({pairing.roles.spot(path).field for path in side} for side in (lacking, fitting))
+        # `_kept` names what is new among numbers alone, or fields beside those that are in place, such as amsgrad's.
         numbers_alone = fields == _NO_MOMENTS and node_at(state.tree, at) is not None
-        if numbers_alone or _is_mostly_there(pairing, state, at):
+        if numbers_alone or (new and there & MOMENTS and new <= MOMENTS - there):
             continue
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal(joined(stored_at))}
@@ -325,17 +321,29 @@ def finished(pairing: Pairing, state: State) -> State:
                 if begun := [path for path in kept if MOMENTS.intersection(path)]:
                     step = dataclasses.replace(step, reason=f"{step.reason}; initial values: {listed(begun)}")
                     tried = dataclasses.replace(tried, steps=(*state.steps, step))
-                state = tried if tried.matched >= state.matched else state
+                state = tried if len(tried.fitting) >= len(state.fitting) else state
                 break
         else:
-            had = [_fields(node_at(state.tree, root)) for root in sorted(roles.roots)]
-            reason = f"the stored optimizer has {had[0]}, the target's has {fields}" if had else "no stored optimizer"
-            if fields in had:
-                reason = f"both hold {fields}, but in other places or for other parameters"
-            state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, keeps=(at,))]) or state
+            had = [_fields(node_at(state.tree, root)) for root in sorted(roles.roots)] or ["none"]
+            reason = f"the checkpoint's optimizer: {had[0]}; the target's: {fields}"
+            reason = f"both hold {fields}, but in other places or for other parameters" if fields in had else reason
+            state = pairing.tried(state, [ProposedRule(rules.from_target(text), _OWN + reason, keeps=(at,))]) or state
     for step in differences.copies(state.tree, pairing.target, pairing.missing(state), pairing.memo):
         state = pairing.tried(state, [step]) or state
-    return _kept(pairing, typed_keys(pairing, state))
+    state = _kept(pairing, typed_keys(pairing, state))
+    return dataclasses.replace(state, steps=(*state.steps, *_cut(pairing, state)))
+
+
+def _cut(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
+    """Yield the rule for layers of which the target has fewer, which a restore refuses to leave out unasked."""
+    rows: dict[Path, list[str]] = {}  # places and stems → numbers
+    for path in topmost(state.tree, state.looks.keys() - pairing.goal.keys()):
+        row, home = numbered(path[-1]), node_at(pairing.target, path[:-1])
+        if row and isinstance(home, Branch) and f"{row[0]}0" in home.children and not home.container.is_sequence:
+            rows.setdefault((*path[:-1], row[0]), []).append(path[-1][len(row[0]) :])
+    if rows:
+        texts = (f"{literal(joined(row))}({'|'.join(numbers)})" for row, numbers in rows.items())
+        yield ProposedRule(rules.drop(*texts), "to leave out layers that the target lacks", keeps=tuple(rows))
 
 
 def _single(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
@@ -349,15 +357,6 @@ def _single(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
         if wanted[seen] == unused[seen] == 1 and (not seen[0] or len(old) == len(new) == 1):
             reason = f"{joined(new)} is alone of that kind, as was {joined(old)}"
             yield rename({f"^{literal(joined(old))}$": plain(joined(new))}, reason)
-
-
-def _is_mostly_there(pairing: Pairing, state: State, at: Path) -> bool:
-    """Return whether all moments in an optimizer's state are in place but those of fields that are not stored."""
-    wanted = [path for path, seen in pairing.goal.items() if path[: len(at)] == at and seen != EMPTY]
-    lacking = set(pairing.missing(state, at))
-    new = {pairing.roles.spot(path).field for path in wanted if path in lacking}
-    there = {pairing.roles.spot(path).field for path in wanted if path not in lacking}
-    return bool(new and there & MOMENTS) and new <= MOMENTS and new.isdisjoint(there)
 
 
 def _is_longer(stored: Node, target: Node) -> bool:
@@ -389,7 +388,8 @@ def _fields(node: Node) -> str:
 
 def _kept(pairing: Pairing, state: State) -> State:
     lacking = set(pairing.missing(state))
-    if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
+    arrays = sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking)
+    if arrays > len(state.fitting):
         return state  # this is another model
     groups: dict[str, list[Path]] = {}
     for path in filter(joined, topmost(pairing.target, lacking)):  # no pattern names a child called ""
@@ -401,5 +401,5 @@ def _kept(pairing: Pairing, state: State) -> State:
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
     kept = {reason: rules.from_target(*(literal(joined(path)) for path in paths)) for reason, paths in groups.items()}
-    steps = [ProposedRule(rule, reason, keeps=tuple(groups[reason])) for reason, rule in kept.items()]
+    steps = [ProposedRule(rule, _OWN + reason, keeps=tuple(groups[reason])) for reason, rule in kept.items()]
     return pairing.tried(state, steps) or state

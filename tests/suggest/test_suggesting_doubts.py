@@ -144,6 +144,7 @@ GUESSES: list[tuple[Any, Any, str]] = [
             "Dense_0 Dense_1 DenseGeneral_0 > DenseGeneral_0 Dense_0 DenseGeneral_1",
             "linear linear_1 linear_2 > linear_1 linear_2 linear_3", "Conv_0 Conv_1 > Conv_0 Conv_1 Conv_2",
             "LoRADense_0 Dense_0 Dense_1 > QDense_0 Dense_0 QDense_1", "linear linear_1 > head linear",
+            "Block_0 Block_1 Block_2 Block_3 > CheckpointBlock_0 CheckpointBlock_1 Block_0 Block_1",
         )
         for held in (D, {"l1": D, "l2": D})
     ),
