@@ -45,7 +45,7 @@ class Suggestion:
 
     @property
     def confident(self) -> bool:
-        """Return whether the rules restore the target without an error, and nothing speaks against them."""
+        """Return whether the rules give each leaf of the target (other kinds may still raise), without a doubt."""
         return not (self.doubts or self.remaining or any(step.keeps for step in self.steps))
 
     @property
