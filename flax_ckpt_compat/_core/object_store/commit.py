@@ -137,10 +137,10 @@ def uncommit(url: str, found: Files) -> Files | None:
     marker = new_marker(time_of(last) + 1 if last else int(time.time()))
     version = client.put(f"{url}/{marker}", b"")
     is_ours = COMMIT_FILE in found and client.delete(commit_file, found[COMMIT_FILE].version)
-    while not is_ours and COMMIT_FILE in (there := client.list(url)):  # else an answer was lost, and it is gone
-        if _is_final(url, there, marker):
-            client.delete(f"{url}/{marker}")
-            return None
+    there = {} if is_ours else client.list(url)  # without a commit file, an answer was lost, and it is gone
+    if COMMIT_FILE in there and (_is_final(url, there, marker) or client.find(commit_file) is not None):
+        client.delete(f"{url}/{marker}")
+        return None
     return {name: stat for name, stat in found.items() if name != COMMIT_FILE} | {marker: Stat(0, version)}
 
 
