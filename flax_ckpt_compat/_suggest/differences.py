@@ -379,9 +379,9 @@ def _changes(pairs: Iterable[Pair], stored: _Matcher, held: Set[Path]) -> Iterat
     for (path, like, _), group in groups.items():
         group = natural(dict.fromkeys(group), lambda pair: joined(pair[0]))
         patterns = {literal(joined(old)): plain(joined(new)) for old, new in group}
-        numbers = [[_NUMBER.findall(joined(one)) for one in pair] for pair in group]
-        row = [old for old in stored.rows[unnumbered((*path, *like))] if old[: len(path)] == path]
-        if len(group) > 1 and len(row) == len(group) and all(one == other for one, other in numbers):
+        ours, theirs = ([_NUMBER.findall(joined(one)) for one in side] for side in zip(*group, strict=True))
+        row = stored.rows[unnumbered((*path, *like))] if len(group) > 1 and ours == theirs else []
+        if len(group) == sum(old[: len(path)] == path for old in row):
             parts = [plain(part) for part in _NUMBER.split(joined(group[0][1]))]
             replacement = parts[0] + "".join(rf"\{number}{part}" for number, part in enumerate(parts[1:], 1))
             patterns = {numbers_of(group[0][0], r"(\d+)"): replacement}

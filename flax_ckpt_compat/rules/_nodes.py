@@ -6,6 +6,7 @@ or arrays* (``rename``, ``stack``, ``cast``, …) find them anywhere, from the r
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 import re
@@ -54,7 +55,7 @@ def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
             raise TransformError(f"a replacement is text or a function, found {replacement!r:.100}")
         try:
             pattern.sub(replacement, "")  # which refuses groups that the pattern lacks, also where nothing matches
-            return operator.methodcaller("expand", replacement)
+            return operator.methodcaller("expand", replacement) if "\\" in replacement else lambda _: replacement
         except (re.error, IndexError) as error:
             raise TransformError(f"{replacement!r} does not fit the groups of the pattern: {error}") from error
 
@@ -75,8 +76,8 @@ class Names:
         texts = list(patterns)
         self.compiled = [whole_names(text) for text in texts]
         self._plain = {text: n for n, text in enumerate(texts) if text == literal(text)}
+        self._begin = {text.partition("/")[0] for text in self._plain}
         self._searched = [n for n, text in enumerate(texts) if text not in self._plain]
-        self._lengths = {text.count("/") + 1 for text in self._plain}
 
     def matches(self, path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
         """Find the matches in a key path, from left to right without overlaps.
@@ -85,16 +86,19 @@ class Names:
         from one name on, the one with the most names is taken, then the first. A ``/`` inside a name is an ordinary
         character, at which no match begins or ends."""
         text = joined(path)
-        able = [number for number in self._searched if self.compiled[number].search(text)]
-        parts = text.split("/")
-        some = ("/".join(parts[start : start + length]) for length in self._lengths for start in range(len(parts)))
-        able = sorted({*able, *(self._plain[one] for one in some if one in self._plain)})
+        able, parts = self._searched, text.split("/")
+        if not self._begin.isdisjoint(parts):
+            some = ("/".join(parts[at:end]) for end in range(len(parts) + 1) for at in range(end))
+            able = sorted({*able, *(self._plain[one] for one in some if one in self._plain)})
+        able = [number for number in able if self.compiled[number].search(text)]
         if not able:
             return
         starts = [0, *itertools.accumulate(len(name) + 1 for name in path)]
         ends = {start - 1: number for number, start in enumerate(starts)}
         first = 0
         while first < len(path):
+            hits = [self.compiled[number].search(text, starts[first]) for number in able]
+            first = bisect.bisect_left(starts, min([hit.start() for hit in hits if hit], default=len(text)))
             found = [(number, match) for number in able if (match := self.compiled[number].match(text, starts[first]))]
             lengths = [ends.get(match.end(), 0) for _, match in found]
             after = max(lengths, default=0)
@@ -170,16 +174,11 @@ def new_names(text: str) -> Path:
 
 def near_names(wanted: str, tree: Node) -> str:
     """Return the end of a message: similar paths of a tree, or its top-level names."""
-    paths = (path[:end] for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
+    paths = dict.fromkeys(path[:end] for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
     if close := nearest(wanted, map(show_path, paths)):
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {one_line(top) or 'no names'}"
-
-
-def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
-    """Give every leaf new key paths, or none to drop it; see `rebuild`."""
-    return rebuild(stored, lambda path, leaf: [(new, leaf) for new in new_paths(path)])
 
 
 def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:

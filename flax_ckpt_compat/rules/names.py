@@ -39,15 +39,15 @@ def rename(trees: Trees, pattern: str | Mapping[str, Replacement], replacement: 
     fills = [*map(_nodes.filled, names.compiled, given.values())]
     unmatched = dict(enumerate(given))
 
-    def renamed(path: Path) -> tuple[Path]:
+    def renamed(path: Path, leaf: Node) -> list[tuple[Path, Node]]:
         new, done = list[str](), 0
         for number, first, after, match in names.matches(path):
             unmatched.pop(number, None)
             new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
             done = after
-        return ((*new, *path[done:]),)
+        return [((*new, *path[done:]) if done else path, leaf)]
 
-    tree = _nodes.remap(trees.stored, renamed)
+    tree = _nodes.rebuild(trees.stored, renamed)
     for text in unmatched.values():
         what = "nothing that other patterns leave" if len(given) > 1 else "nothing in the checkpoint"
         raise TransformError(f"{text!r} matches {what}; {_nodes.near_names(text, trees.stored)}")
@@ -97,13 +97,13 @@ def _destinations(trees: Trees, source: str, to: Replacement) -> dict[Path, Path
 def _moved(stored: Node, ends: Mapping[Path, Sequence[Path]], *, drops_rest: bool = False) -> Node:
     """Give every leaf at or below some key paths other beginnings, or none to drop it."""
 
-    def new_paths(path: Path) -> list[Path]:
+    def moved(path: Path, leaf: Node) -> list[tuple[Path, Node]]:
         start = prefix_in(path, ends)
         if start is None:
-            return [] if drops_rest else [path]
-        return [end + path[len(start) :] for end in ends[start]]
+            return [] if drops_rest else [(path, leaf)]
+        return [(end + path[len(start) :], leaf) for end in ends[start]]
 
-    return _nodes.remap(stored, new_paths)
+    return _nodes.rebuild(stored, moved)
 
 
 def _as_array(leaf: Node, wanted: Node) -> Derived | None:
@@ -258,11 +258,11 @@ def _from_names(trees: Trees, fills: Mapping[str, _nodes.Fill]) -> Node:
     # What was taken and has no place of its own in the target is used, and gone from its old place.
     wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
-    def new_paths(path: Path) -> list[Path]:
+    def kept(path: Path, leaf: Node) -> list[tuple[Path, Node]]:
         was_taken, has_place = (prefix_in(path, ends) is not None for ends in (taken, sources))
-        return [path] if path in wanted or not was_taken or has_place else []
+        return [(path, leaf)] if path in wanted or not was_taken or has_place else []
 
-    return _nodes.remap(tree, new_paths)
+    return _nodes.rebuild(tree, kept)
 
 
 def unused_moments(stored: Node, tree: Node, target: Node) -> list[str]:

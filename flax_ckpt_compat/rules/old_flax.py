@@ -30,7 +30,7 @@ def pre_linen(trees: Trees, at: str = "params") -> Node:
     def renamed(path: Path) -> Path:
         return tuple(new.get(path[:end], {}).get(name, name) for end, name in enumerate(path))
 
-    return _nodes.remap(trees.stored, lambda path: [renamed(path)])
+    return _nodes.rebuild(trees.stored, lambda path, leaf: [(renamed(path), leaf)])
 
 
 @rule
@@ -66,7 +66,7 @@ def pre_optax(trees: Trees) -> Node:
                 return _moment_paths(stored, target, homes, path, tuple(parameter))
         return [path]
 
-    tree = _nodes.remap(stored, new_paths)
+    tree = _nodes.rebuild(stored, lambda path, leaf: [(new, leaf) for new in new_paths(path)])
     step = node_at(stored, (*start, "state", "step"))
     for path, branch in states:
         has_moments = branch.children.keys() == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
