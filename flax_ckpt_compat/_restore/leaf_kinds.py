@@ -56,7 +56,6 @@ class KindDifference:
     hint: str = ""  # a remedy, or empty
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
     is_cut: bool = False  # entries or fields are stored that the target lacks, which are dropped
-    is_mappable: bool = False  # an array or a subtree is stored, which rules may make fit
 
 
 def target_kind(leaf: Any) -> TargetKind:
@@ -94,8 +93,7 @@ def difference_at(path: Path, stored: Any, target: Any, casts: bool) -> KindDiff
     if is_leaf and _fits(stored, target, wanted, casts):
         return None
     texts = _show_stored(stored), _show_target(target, wanted), _hint(path, stored, target)
-    is_mappable = isinstance(stored, Branch) or is_array(stored)
-    return KindDifference(path, *texts, is_leaf, is_mappable=is_mappable)
+    return KindDifference(path, *texts, is_leaf)
 
 
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:

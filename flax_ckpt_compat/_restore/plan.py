@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,6 @@ from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
-
-_log = logging.getLogger("flax_ckpt_compat")
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -98,18 +95,6 @@ class TreePlan:
     def path(self) -> str:
         """Return the path, for messages."""
         return self.location.path
-
-    def suggest(self) -> Any:
-        """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves, other shapes and kinds, or None."""
-        if self.target is None or not (self.missing or self.shapes or self.kinds):
-            return None
-        from flax_ckpt_compat import _suggest  # most restores need none of it
-
-        try:
-            return _suggest.suggest(*(self.all_items or (self.tree, self.target.node)))
-        except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
-            _log.debug("no suggestion for %s", self.path, exc_info=True)
-            return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

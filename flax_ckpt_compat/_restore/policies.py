@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import Row, fold, listed, literal, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import leaf_kinds
+from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
+from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import is_key, nearest, shape_and_dtype
 
@@ -154,14 +157,40 @@ def _from_target(plan: TreePlan, paths: Sequence[Path]) -> str:
     return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
 
 
+def suggest(plan: TreePlan) -> Any:
+    """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves, other shapes and kinds, or None.
+
+    One without a doubt is tried: what a restore with it still refuses is `remaining`, or a doubt."""
+    if plan.target is None or not (plan.missing or plan.shapes or plan.kinds):
+        return None
+    from flax_ckpt_compat import _suggest  # most restores need none of it
+
+    stored, wanted = plan.all_items or (plan.tree, plan.target.node)
+    try:
+        found = _suggest.suggest(stored, wanted)
+        if found is None or not found.confident:
+            return found
+        tree = TransformSpec(found.rules).apply_rules(stored, wanted, plan.path, warns=False)
+        if plan.all_items is not None:
+            tree = next(tree.children[name] for name, node in wanted.children.items() if node is plan.target.node)
+        again = plan_tree(plan.reader, tree, plan.target, plan.options, plan.location)
+        refused = [kind.__name__ for kind, _ in refusals(again)]
+        left = [*again.missing, *(one.path for one in again.kinds), *(path for path, *_ in again.shapes)]
+        doubts = () if left else tuple(f"a restore with them raises {name}" for name in refused)
+        return dataclasses.replace(found, remaining=tuple(map(show_path, left if refused else ())), doubts=doubts)
+    except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
+        _log.debug("no suggestion for %s", plan.path, exc_info=True)
+        return None
+
+
 def _proposal(plan: TreePlan) -> str:
     """Return text that proposes rules for mapping the checkpoint to the target; empty if there are none, or a guess."""
     if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
         return ""  # it takes seconds; a plan has it
-    found = plan.suggest()
+    found = suggest(plan)
     if found is None or not found.rules or (found.doubts and not found.is_about_layout):
         return ""
-    if plan.kinds and not plan.missing and not (found.confident and all(one.is_mappable for one in plan.kinds)):
+    if plan.kinds and not plan.missing and not found.confident:
         return ""  # what it leaves would raise again
     if len(str(found)) > _MAX_TEXT:
         return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."

@@ -35,7 +35,7 @@ class Suggestion:
 
     Attributes:
         steps: in the order in which they apply.
-        remaining: key paths of target leaves that are still missing, joined with ``/``.
+        remaining: key paths of the target, joined with ``/``, that are still missing, or of another kind or shape.
         doubts: what speaks against the steps, a sentence each.
     """
 
@@ -45,7 +45,7 @@ class Suggestion:
 
     @property
     def confident(self) -> bool:
-        """Return whether the rules give each leaf of the target (other kinds may still raise), without a doubt."""
+        """Return whether the rules restore the target without an error, and nothing speaks against them."""
         return not (self.doubts or self.remaining or any(step.keeps for step in self.steps))
 
     @property

@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.plan import LeafPlan, RestoreOptions, RestorePlan, TreePlan
-from flax_ckpt_compat._restore.policies import of_layers, refusals, shape_remedies
+from flax_ckpt_compat._restore.policies import of_layers, refusals, shape_remedies, suggest
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
@@ -123,7 +123,7 @@ class Plan(_Shown):
         """Return rules that would map the checkpoint to the target, if leaves are missing, or shapes or kinds differ.
 
         Rules are functions, which pickle does not take: a pickled plan has none."""
-        found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
+        found: Iterator[Suggestion] = filter(None, map(suggest, self._plans))
         return next(found, None)
 
     def __repr__(self) -> str:
@@ -331,8 +331,7 @@ def _verdict(plan: Plan) -> Iterator[Line]:
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
             yield Line(printable(str(tree.problems[0]) if tree.problems else shape_remedies(tree, tree.shapes)))
     elif not (found.doubts and found.rules and is_explained):
-        is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
-        heading = "These rules would map it" if is_all else "These rules would map a part of it"
+        heading = "These rules would map it" if found.confident else "These rules would map a part of it"
         if not found.rules:
             heading = "Nothing that is stored fits there. Where the target's own values are wanted"
         if found.doubts:
