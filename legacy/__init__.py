@@ -16,7 +16,6 @@ class MsgpackBackend:
 
     format = Format.MSGPACK
     uses_gda_folder = True
-    write_event: str | None = "/jax/flax/checkpoint/save_main_ckpt_task"
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | gda_write.SharedTree:
         """Validate the tree, in which no text may look like a reference to an array; see `Backend.prepare`."""

@@ -25,7 +25,6 @@ class OrbaxBackend:
 
     format = Format.ORBAX
     uses_gda_folder = False
-    write_event: str | None = None
 
     def __init__(self, open_msgpack: OpenMsgpack) -> None:
         """Store the opener for the msgpack file of old releases."""

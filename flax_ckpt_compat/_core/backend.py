@@ -207,7 +207,6 @@ class Backend(Protocol):
     format: Format
     # Arrays that span processes go into Flax's ``_gda`` folder; process 0 writes all else, sorted maps for lists.
     uses_gda_folder: bool
-    write_event: str | None  # event that ``jax.monitoring`` records before a write, as in Flax, or None
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
         """Validate a tree, plan its storage and return ``prepared`` for the other methods; copy no array data.

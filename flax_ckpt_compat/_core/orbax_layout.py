@@ -22,8 +22,7 @@ PROCESS_PREFIX = "ocdbt.process_"  # directories with the databases of single pr
 
 # The zarr metadata of one array.
 ZARR2_METADATA = ".zarray"
-ZARR3_METADATA = "zarr.json"
-ARRAY_METADATA_FILES = (ZARR2_METADATA, ZARR3_METADATA)
+ARRAY_METADATA_FILES = (ZARR2_METADATA, "zarr.json")  # the other one is of zarr v3
 ZARR2_CHUNK = re.compile(r"\d+(\.\d+)*")
 
 # A whole checkpoint: of one tree, or of items.

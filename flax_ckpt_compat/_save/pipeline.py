@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core.backend import Backend, ProcessSave
+from flax_ckpt_compat._core.backend import Backend, Format, ProcessSave
 from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
@@ -38,6 +38,7 @@ from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._save.snapshot import Replicas
 from flax_ckpt_compat._trees import depth
 
+_MSGPACK_EVENT = "/jax/flax/checkpoint/save_main_ckpt_task"  # Flax's, before a msgpack file is written
 _GROUPS = 64  # of leaves, by a checksum of their names: so reports of large trees stay small
 _LOOKUP_TIMEOUTS = 4  # how many times ``coordination_timeout`` look-ups wait for this process's background save
 
@@ -75,8 +76,8 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, li
     location, meter, nbytes = request.location, request.options.meter, functools.partial(_own_nbytes, tree)
     if request.async_manager:
         meter.lap("queue")
-    if backend.write_event:
-        monitoring.record_event(backend.write_event)
+    if backend.format is Format.MSGPACK:
+        monitoring.record_event(_MSGPACK_EVENT)
     with meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
         meter.begin(request.path, nbytes, rounds=2 if location.is_remote else 1)  # written, and sent
@@ -210,8 +211,8 @@ class _OwnSave:
             self.publishing = True
             (location if upload is None else upload).publish(path, new=new)
 
-        if self.backend.write_event:
-            monitoring.record_event(self.backend.write_event)
+        if self.backend.format is Format.MSGPACK:
+            monitoring.record_event(_MSGPACK_EVENT)
         with self._writing():
             self.backend.finish_multiprocess(self.part)
         validation.publish(request, publish)
