@@ -146,6 +146,9 @@ def _edited(model: Module, r: Any, edits: list[str]) -> Module:
     return new
 
 
+UNDONE = {"more_bias": "no_bias", "deeper": "shallower"}
+
+
 def case(seed: int) -> Case:
     """The case of a seed."""
     r, a = random_module.Random(f"field {seed}"), Arrays()
@@ -155,6 +158,7 @@ def case(seed: int) -> Case:
         old = _edited(old, r, [r.choice(["unlist", "stack_row", "wrap", "flatten", "fuse", "merge_heads", "affix"])])
     often = ["port"] * 5 + ["stack_row", "rename_rows", "group", "neutral"] * 2
     edits = list(dict.fromkeys(r.choices([*EDITS, *often], k=r.choice([1, 1, 1, 2, 2, 3]))))
+    edits = [one for one in edits if UNDONE.get(one) not in edits]  # what went and came again is stored, if it is new
     if any("/" in name or "." in name for name in old) and r.random() < 0.6:
         edits = ["unflatten", *r.choice([["to_flax"], []])]
     new = _edited(old, r, edits)
@@ -176,14 +180,10 @@ def case(seed: int) -> Case:
         olds = {"target": old, "state": {"step": _STEP, "param_states": mapped(lambda x: x * 2, old)}}
         news = r.choice([{"params": new}, new, {"target": new}])
     if r.random() < 0.08:
-        olds, news = ({"generator": x, "critic": mapped_numbers(y)} for x, y in ((olds, olds), (news, olds)))
+        critic = jax.tree_util.tree_map(lambda x: x + np.float32(0.5) if np.ndim(x) else x, olds)
+        olds, news = ({"generator": one, "critic": critic} for one in (olds, news))
         form += "+items"
     return Case(f"{title}+{style}+{form}", olds, news)
-
-
-def mapped_numbers(tree: Any) -> Any:
-    """A tree of the same arrays with other values."""
-    return jax.tree_util.tree_map(lambda x: x + np.float32(0.5) if np.ndim(x) else x, tree)
 
 
 def judged(one: Case, stored: Node, target: Node, suggestion: Suggestion) -> tuple[bool, str]:
