@@ -153,9 +153,9 @@ def read(wanted: Collection[LeafHandle], meter: Meter, *, verify: bool) -> list[
 
     def read_chunk(users: list[tuple[_Wanted, tuple[int, ...], Box]]) -> None:
         """Read one chunk for all that it holds a part of."""
-        one, cell, _ = users[0]
-        with _translated(one.array, one.path):
-            data = _decode(one.array, (one.array.folder / (".".join(map(str, cell)) or "0")).read())
+        first, cell, _ = users[0]
+        with _translated(first.array, first.path):
+            data = _decode(first.array, (first.array.folder / (".".join(map(str, cell)) or "0")).read())
         for one, _, chunk in users:
             inside = array_boxes.overlap(chunk, one.box)
             part = data[array_boxes.relative_to(inside, chunk)]

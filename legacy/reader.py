@@ -224,7 +224,7 @@ def _read_slices(wanted: Sequence[LeafHandle], read_handles: Callable[[Sequence[
 
 
 def _as_whole_leaf(part: LeafHandle) -> LeafHandle | None:
-    """Return a leaf to read for a slice: of its bytes alone if they are contiguous, else None; others as they are."""
+    """Return what to read for a part: a leaf of a slice's bytes if they are contiguous, else None; itself if whole."""
     whole, index, locator, shape = part.whole, part.index, part.locator, part.shape
     if whole is None or index is None or isinstance(locator, gda_read.FolderArray):
         return part

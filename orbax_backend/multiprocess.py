@@ -80,7 +80,7 @@ def finish(save: ProcessSave) -> None:
 def _arrays_of(plan: SavePlan, writers: Mapping[Path, int], here: int) -> list[tuple[str, EncodedLeaf]]:
     """Return the arrays of which the process ``here`` writes values or, process 0, the metadata."""
     found, arrays = [], [(entry.name, stored, writers.get(entry.path, 0)) for entry, stored in plan.arrays]
-    if here != 0:  # process 0 starts its own when it writes them
+    if here != 0:  # at once, for `written_by_one`; all others are started as they are written
         writer.start_transfers([stored for _, stored, chosen in arrays if chosen == here])
     for name, stored, chosen in arrays:
         if chosen != 0 and here in (0, chosen):

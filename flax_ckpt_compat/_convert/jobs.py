@@ -83,7 +83,7 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
     listed = source.listed()
     found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
     if not found:
-        message = f"nothing to convert: {source} holds none; pass a checkpoint, or a directory of checkpoints"
+        message = f"nothing to convert: {source} holds no checkpoint; pass a checkpoint, or a directory of checkpoints"
         raise CheckpointNotFoundError(message, path=source.path)
     if found != [source]:
         folders = [destination.sibling(one.parent.path[len(source.path) :]) for one in found]

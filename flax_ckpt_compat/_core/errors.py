@@ -177,8 +177,7 @@ class StorageError(CheckpointError, OSError):
         super().__init__(message, path=path, **attributes)
         self.errno, self.strerror, self.filename = errno, None if errno is None else os.strerror(errno), path
 
-    def __str__(self) -> str:
-        return str(self.args[0])  # OSError makes another text of the number and the file
+    __str__ = Exception.__str__  # OSError makes another text of the number and the file
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
         of_os = {name: getattr(self, name) for name in ("errno", "strerror", "filename")}  # which OSError leaves out
@@ -240,7 +239,8 @@ class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up ente
         if not isinstance(error, OSError) or is_ours or is_of_handler(error):
             return
         path, doing, temporary = self._path, self._doing, self._temporary
-        number, folder = error.errno, os.path.dirname(temporary or path)
+        number = error.errno if isinstance(error.errno, int) else None  # other libraries give two texts
+        folder = os.path.dirname(temporary or path)
         reason = str(error.strerror or error)
         if number in _REMEDIES:
             reason += f"; {_REMEDIES[number].format(folder=folder)}"

@@ -34,6 +34,7 @@ _MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
 _DIGITS = re.compile(r"\d+")
 _MAX_NAMES = 5
+_KEEP_MORE = "keep more checkpoints (keep=), or save less often"
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
 _SIMILAR, _TYPO = 0.6, 0.81  # of difflib: names to suggest; and those for which a restore is no first run
 _FAILURES = (OSError, ValueError, errors.CheckpointError)
@@ -138,7 +139,7 @@ def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
     if available := [entry.text for entry in saved_steps.available_in(directory)]:
         known = f"available steps: {', '.join(available)}"
     elif root.isfile() or contents.is_certainly_orbax(root):
-        known = f"{root} is itself a checkpoint; leave out step="
+        known = f"{root} is itself a checkpoint; leave out the step"
     else:
         absence = none_in(checkpoint_dir, directory.names)
         raise absence.error(path, f"Matching checkpoint not found: {path} (", ")")
@@ -166,8 +167,8 @@ def read_found(
             if removed is None:
                 return _nothing(found, otherwise, doing, checkpoint_dir.root, subject)
             # Never return the target here: the program would go on training from initial parameters.
-            gone = f"{removed[0]} was removed while it was read, and there is no other: "
-            raise found.error(removed[0], gone) from removed[1]
+            gone = f"{removed[0]} was removed while it was read, and there is no other: {found.why}; {_KEEP_MORE}"
+            raise errors.CheckpointNotFoundError(gone, path=removed[0].path) from removed[1]
         log_once(subject, None)
         before = found.location.identity()
         try:
@@ -187,8 +188,7 @@ def read_found(
             if not directory.tolerant:
                 raise ChangedError from error
             what = f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it"
-            remedy = "keep more checkpoints (keep=), or save less often"
-            raise errors.CheckpointNotFoundError(f"{what}; {remedy}", path=removed[0].path) from error
+            raise errors.CheckpointNotFoundError(f"{what}; {_KEEP_MORE}", path=removed[0].path) from error
 
     return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root)
 
@@ -299,7 +299,8 @@ def absent(path: Location) -> Absence:
 def no_directory(path: Location) -> Absence:
     """Explain that a path is not a directory: it does not exist, or is a file."""
     if dangling := presence.dangling_link(path.path):
-        return Absence(dangling)
+        why, _, remedy = dangling.rpartition(": ")
+        return Absence(why, remedy)
     if path.exists():
         return Absence(f"{path} is not a directory", f"pass one, perhaps {path.parent}")
     return absent(path)

@@ -32,6 +32,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.errors import translated
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, show_path
 
@@ -277,7 +278,7 @@ class SafetensorsReader(_WholeReader):
         nbytes = stop - start if dtype is None else _nbytes_of(shape, dtype)
         if stop > source.size - data or stop - start != nbytes or nbytes < 0 or data + start != begin:
             found = f"{start} to {stop} of {source.size - data}, and needs {nbytes} from {begin - data}"
-            raise _damaged(file, f"{name} has bytes {found}", show_path(path))
+            raise _damaged(file, f"{printable(name, one_line=True)} has bytes {found}", show_path(path))
         if dtype is not None:
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
         about = name, self, (file, entry["dtype"])

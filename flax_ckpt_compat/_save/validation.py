@@ -160,8 +160,8 @@ def _check_overwrite(request: SaveRequest) -> None:
     path, checkpoint_dir = request.location, request.checkpoint_dir
     if path.exists() and not path.holds_nothing():
         found = contents.contents_of(path)
-        state = "already exists;" if found.is_complete else f"is {found.state.value} ({found.why}); save another, or"
-        raise _invalid(request, f"cannot save step {request.step}: {path} {state} pass overwrite=True to replace it.")
+        why = "already exists;" if found.is_complete else f"is {found.state.value} ({found.why}); save another step, or"
+        raise _invalid(request, f"cannot save step {request.step}: {path} {why} pass overwrite=True to replace it.")
     if (step := request.number) is None:
         return
     last = saved_steps.newest_step(checkpoint_dir, step, but=retention.saved_by_other_prefixes(checkpoint_dir))

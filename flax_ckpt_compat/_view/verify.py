@@ -164,7 +164,7 @@ def verify(
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
         found = [located.location.unlisted()]
     if not found:
-        message = f"nothing to verify: {root} holds none; pass a checkpoint, or a directory of checkpoints"
+        message = f"nothing to verify: {root} holds no checkpoints; pass a checkpoint, or a directory of checkpoints"
         raise errors.CheckpointNotFoundError(message, path=root.path)
     is_named = step is not None or found == [root]  # the only one
     count = metadata.BAR.get()(lambda: sum(one.total_size() for one in found))

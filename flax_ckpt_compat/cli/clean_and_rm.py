@@ -30,7 +30,7 @@ _yes = click.option("--yes", is_flag=True, help="Do not ask.")
 flax-ckpt clean runs/a --dry-run
 flax-ckpt clean runs                 asks before it removes anything
 flax-ckpt clean gs://bucket/runs --yes
-flax-ckpt clean runs --force         also what changed today
+flax-ckpt clean runs --force         also of today, if nothing saves here
 """)
 @base.path_argument("directory")
 @_dry_run

@@ -39,7 +39,7 @@ def _items(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> 
 flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax
 flax-ckpt convert runs runs_orbax --to orbax --dry-run
 flax-ckpt convert runs runs_orbax --to orbax --workers 4 --resume
-flax-ckpt convert runs s3://bucket/runs --to manager --target train:state
+flax-ckpt convert runs s3://bucket/runs --to manager --target train:init
 flax-ckpt convert best_model runs_orbax --to manager --step 5
 flax-ckpt convert runs/5 model --to msgpack --item state
 flax-ckpt convert runs/5 out --to manager --step 5 --item state=default

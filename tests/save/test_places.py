@@ -73,7 +73,7 @@ def test_a_directory_named_as_a_step_is_a_directory(flag: bool, tmp_path: Path) 
 def test_a_checkpoint_and_its_step(flag: bool, tmp_path: Path, function: str) -> None:
     """A checkpoint given together with step= is an error that says which of them to leave out."""
     path = checkpoints.save_checkpoint(tmp_path, tree(10), 10)
-    with pytest.raises(errors.CheckpointNotFoundError, match=f"{path} is itself a checkpoint; leave out step="):
+    with pytest.raises(errors.CheckpointNotFoundError, match=f"{path} is itself a checkpoint; leave out the step"):
         LOOKS[function](path, 10)
 
 

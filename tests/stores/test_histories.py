@@ -309,13 +309,13 @@ def test_a_step_that_is_being_removed(is_saved: bool, store: Memory, monkeypatch
         if url.endswith(MANIFEST):
             found.update(store.list(URL))
         if url.endswith(COMMIT_FILE) and not is_saved:
-            commit.delete(URL, commit.uncommit(URL, found) or {})
+            commit.delete(URL, gone := commit.uncommit(URL, found) or {}, commit.versions_of(gone))
         return Memory.write(store, url, *rest)
 
     monkeypatch.setattr(store, "write", write)
     if is_saved:
         save(2, "other")
-        commit.delete(URL, commit.uncommit(URL, found) or {})
+        commit.delete(URL, gone := commit.uncommit(URL, found) or {}, commit.versions_of(gone))
     else:
         with pytest.raises(ConcurrentWriteError):
             save(2, "other")

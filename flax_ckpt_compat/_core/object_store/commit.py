@@ -138,22 +138,22 @@ def uncommit(url: str, found: Files) -> Files | None:
     version = client.put(f"{url}/{marker}", b"")
     is_ours = COMMIT_FILE in found and client.delete(commit_file, found[COMMIT_FILE].version)
     there = {} if is_ours else client.list(url)  # without a commit file, an answer was lost, and it is gone
-    if COMMIT_FILE in there and (_is_final(url, there, marker) or client.find(commit_file) is not None):
+    if COMMIT_FILE in there and (_confirm_commit(url, there, marker) or client.find(commit_file) is not None):
         client.delete(f"{url}/{marker}")
         return None
     return {name: stat for name, stat in found.items() if name != COMMIT_FILE} | {marker: Stat(0, version)}
 
 
-def _is_final(url: str, there: Files, marker: str) -> bool:
-    """Return whether a folder stays committed, so that a writer whose marker has come meanwhile can give up.
+def _confirm_commit(url: str, there: Files, marker: str) -> bool:
+    """Confirm a folder's commit for a writer whose marker has come meanwhile; return whether this one can give up.
 
-    It changes the commit file, which its writer then withdraws no more, unless a third one may be replacing files."""
+    The commit file changes, so that its writer withdraws it no more, unless a third one may be replacing files."""
     client, commit_file, version = client_for(url), f"{url}/{COMMIT_FILE}", there[COMMIT_FILE].version
     with suppress(ConflictError, FileNotFoundError):
-        text = client.read(commit_file, version=version)
-        if (other := last_marker(there.keys() - {marker})) and other.encode() in text:
+        text, other = client.read(commit_file, version=version), last_marker(there.keys() - {marker}).encode()
+        if other and other in text:
             client.put(commit_file, text + b"\n", version)
-        return True
+        return other in text  # as b"" is, where its writer has ended
     return False
 
 
@@ -379,7 +379,7 @@ class Upload:
             if not (new and COMMIT_FILE in there) or self._has_begun:
                 with suppress(ConflictError):  # others change them meanwhile
                     return self._replace(there, staged, fixed, parts, meter)
-            elif _is_final(self.url, there, self.marker):
+            elif _confirm_commit(self.url, there, self.marker):
                 break
             time.sleep(_PAUSE)
         raise lost(self.url)
@@ -414,8 +414,9 @@ class Upload:
             version = self._expected[COMMIT_FILE]
             if self.client.delete(f"{self.url}/{COMMIT_FILE}", version):
                 raise
-            found = versions_of(self.client.list(self.url))
-            if COMMIT_FILE not in found or found | {COMMIT_FILE: version} != self._expected:  # else see `_is_final`
+            left = self.client.list(self.url)
+            is_same = versions_of(left) | {COMMIT_FILE: version} == self._expected and set(parts) <= left.keys()
+            if COMMIT_FILE not in left or not is_same:  # else see `_confirm_commit`
                 raise
         return there
 
