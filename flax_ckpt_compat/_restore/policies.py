@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leav
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
-from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import is_key, nearest, shape_and_dtype
 
@@ -157,37 +155,45 @@ def _from_target(plan: TreePlan, paths: Sequence[Path]) -> str:
     return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
 
 
-def suggest(plan: TreePlan) -> Any:
-    """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves, other shapes and kinds, or None.
+def suggest(plans: Sequence[TreePlan]) -> Any:
+    """Return the `flax_ckpt_compat._suggest.Suggestion` for what the plans of a restore lack or differ in, or None.
 
-    One without a doubt is tried: what a restore with it still refuses is `remaining`, or a doubt."""
-    if plan.target is None or not (plan.missing or plan.shapes or plan.kinds):
+    One without a doubt is tried: what a restore with it still refuses is `remaining`."""
+    plan = next((one for one in plans if one.target and (one.missing or one.shapes or one.kinds)), None)
+    if plan is None or plan.target is None:
         return None
     from flax_ckpt_compat import _suggest  # most restores need none of it
 
     stored, wanted = plan.all_items or (plan.tree, plan.target.node)
     try:
-        found = _suggest.suggest(stored, wanted)
-        if found is None or not found.confident:
-            return found
-        tree = TransformSpec(found.rules).apply_rules(stored, wanted, plan.path, warns=False)
-        if plan.all_items is not None:
-            tree = next(tree.children[name] for name, node in wanted.children.items() if node is plan.target.node)
-        again = plan_tree(plan.reader, tree, plan.target, plan.options, plan.location)
-        refused = [kind.__name__ for kind, _ in refusals(again)]
-        left = [*again.missing, *(one.path for one in again.kinds), *(path for path, *_ in again.shapes)]
-        doubts = () if left else tuple(f"a restore with them raises {name}" for name in refused)
-        return dataclasses.replace(found, remaining=tuple(map(show_path, left if refused else ())), doubts=doubts)
+        return _suggest.suggest(stored, wanted, lambda tree: [path for one in plans for path in _refused(one, tree)])
     except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
         _log.debug("no suggestion for %s", plan.path, exc_info=True)
         return None
+
+
+def _refused(plan: TreePlan, tree: Node) -> list[Path]:
+    """Return what a restore would refuse if the plan's tree, or that of all items, were another one."""
+    if plan.target is None:
+        return []
+    if plan.all_items is not None:
+        names = (name for name, node in plan.all_items[1].children.items() if node is plan.target.node)
+        tree = tree.children.get(next(names), Branch({}))
+    again = plan_tree(plan.reader, tree, plan.target, plan.options, plan.location)
+    left: dict[type, list[Path]] = {
+        errors.MissingLeavesError: again.missing,
+        errors.KindMismatchError: [one.path for one in again.kinds],
+        errors.UnusedLeavesError: again.unused,
+        errors.ShapeMismatchError: [path for path, *_ in again.shapes],
+    }
+    return [path for kind, _ in refusals(again) for path in left.get(kind, ())]
 
 
 def _proposal(plan: TreePlan) -> str:
     """Return text that proposes rules for mapping the checkpoint to the target; empty if there are none, or a guess."""
     if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
         return ""  # it takes seconds; a plan has it
-    found = suggest(plan)
+    found = suggest([plan])
     if found is None or not found.rules or (found.doubts and not found.is_about_layout):
         return ""
     if plan.kinds and not plan.missing and not found.confident:
@@ -196,7 +202,8 @@ def _proposal(plan: TreePlan) -> str:
         return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if plan.options.transforms.rules else ""
     but = f", but {found.doubts[0]}: check the result" if found.doubts else ""
-    return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint){but}:\n{found}"
+    what = "a part of it" if found.remaining else "it"
+    return f"These rules would map {what} to the target{after} (orbax_transforms= in restore_checkpoint){but}:\n{found}"
 
 
 def of_layers(plan: TreePlan) -> str:

@@ -35,7 +35,8 @@ class Suggestion:
 
     Attributes:
         steps: in the order in which they apply.
-        remaining: key paths of the target, joined with ``/``, that are still missing, or of another kind or shape.
+        remaining: key paths, joined with ``/``, of what a restore with them still refuses: leaves of the target that
+            are missing, or of another kind or shape; stored ones that the target lacks.
         doubts: what speaks against the steps, a sentence each.
     """
 
@@ -71,10 +72,11 @@ class Suggestion:
 
 
 @memory.pause_gc()
-def suggest(stored: Node, target: Node) -> Suggestion | None:
+def suggest(stored: Node, target: Node, refused: Callable[[Node], Sequence[Path]] = lambda _: ()) -> Suggestion | None:
     """Propose steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes; or None.
 
-    ``target`` is a tree of `flax_ckpt_compat._trees.state_dict.describe`. No array data is read."""
+    ``target`` is a tree of `flax_ckpt_compat._trees.state_dict.describe`. No array data is read. ``refused`` returns
+    what a restore of the tree refuses that steps without a doubt have made."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.
@@ -105,7 +107,9 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
             steps, against = _judged(_Outcome(stored, first, pairing, state), remaining)
             sentences = tuple(printable(doubt, one_line=True) for doubt in against)
             if len(remaining) <= lacking / 2:
-                made.append(Suggestion(steps, tuple(map(show_path, remaining)), sentences))
+                is_sure = not (remaining or sentences or any(step.keeps for step in steps))
+                left = refused(state.tree) if is_sure else remaining
+                made.append(Suggestion(steps, tuple(map(show_path, left)), sentences))
     return min(made, key=lambda one: (len(one.remaining), len(one.doubts), len(one.steps)), default=None)
 
 

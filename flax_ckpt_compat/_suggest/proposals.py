@@ -307,7 +307,8 @@ def finished(pairing: Pairing, state: State) -> State:
             continue
         text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
         fitting = (path for path in state.fitting if path[: len(at)] == at)
-        new, there = ({pairing.roles.spot(path).field for path in side} for side in (lacking, fitting))
+        stored_as = [path for path in lacking if pairing.goal[path] != EMPTY]
+        new, there = ({pairing.roles.spot(path).field for path in side} for side in (stored_as, fitting))
         # `_kept` names what is new among numbers alone, or fields beside those that are in place, such as amsgrad's.
         numbers_alone = fields == _NO_MOMENTS and node_at(state.tree, at) is not None
         if numbers_alone or (new and there & MOMENTS and new <= MOMENTS - there):
@@ -330,20 +331,7 @@ def finished(pairing: Pairing, state: State) -> State:
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), _OWN + reason, keeps=(at,))]) or state
     for step in differences.copies(state.tree, pairing.target, pairing.missing(state), pairing.memo):
         state = pairing.tried(state, [step]) or state
-    state = _kept(pairing, typed_keys(pairing, state))
-    return dataclasses.replace(state, steps=(*state.steps, *_cut(pairing, state)))
-
-
-def _cut(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
-    """Yield the rule for layers of which the target has fewer, which a restore refuses to leave out unasked."""
-    rows: dict[Path, list[str]] = {}  # places and stems → numbers
-    for path in topmost(state.tree, state.looks.keys() - pairing.goal.keys()):
-        row, home = numbered(path[-1]), node_at(pairing.target, path[:-1])
-        if row and isinstance(home, Branch) and f"{row[0]}0" in home.children and not home.container.is_sequence:
-            rows.setdefault((*path[:-1], row[0]), []).append(path[-1][len(row[0]) :])
-    if rows:
-        texts = (f"{literal(joined(row))}({'|'.join(numbers)})" for row, numbers in rows.items())
-        yield ProposedRule(rules.drop(*texts), "to leave out layers that the target lacks", keeps=tuple(rows))
+    return _kept(pairing, typed_keys(pairing, state))
 
 
 def _single(pairing: Pairing, state: State) -> Iterator[ProposedRule]:

@@ -123,8 +123,8 @@ class Plan(_Shown):
         """Return rules that would map the checkpoint to the target, if leaves are missing, or shapes or kinds differ.
 
         Rules are functions, which pickle does not take: a pickled plan has none."""
-        found: Iterator[Suggestion] = filter(None, map(suggest, self._plans))
-        return next(found, None)
+        found: Suggestion | None = suggest(self._plans)
+        return found
 
     def __repr__(self) -> str:
         title = " ".join(_title(self).replace("\n", ";", 1).split())

@@ -77,6 +77,7 @@ class Names:
         self.compiled = [whole_names(text) for text in texts]
         self._plain = {text: n for n, text in enumerate(texts) if text == literal(text)}
         self._begin = {text.partition("/")[0] for text in self._plain}
+        self._lengths = {text.count("/") + 1 for text in self._plain}
         self._searched = [n for n, text in enumerate(texts) if text not in self._plain]
 
     def matches(self, path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
@@ -88,7 +89,7 @@ class Names:
         text = joined(path)
         able, parts = self._searched, text.split("/")
         if not self._begin.isdisjoint(parts):
-            some = ("/".join(parts[at:end]) for end in range(len(parts) + 1) for at in range(end))
+            some = ("/".join(parts[at : at + length]) for length in self._lengths for at in range(len(parts)))
             able = sorted({*able, *(self._plain[one] for one in some if one in self._plain)})
         able = [number for number in able if self.compiled[number].search(text)]
         if not able:
