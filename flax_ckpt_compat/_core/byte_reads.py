@@ -79,7 +79,7 @@ Deliver = Callable[[list[tuple[Read, memoryview]]], object]
 # Is shown the bytes of each run, fewer if the file ends behind the reads, on any thread; raises ChecksumError if they
 # are damaged.
 Check = Callable[[Run, memoryview], object]
-offset_of, _SIZE_OF = operator.itemgetter(1), operator.itemgetter(2)
+_OFFSET_OF, _SIZE_OF = operator.itemgetter(1), operator.itemgetter(2)
 
 
 def cut(read: Read, size: int) -> Iterator[Read]:
@@ -109,7 +109,7 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     # An empty array may lie behind the end of a file, where nothing else is.
     groups, gap = [[read] for read in reads if not read.nbytes], source.gap
     first = end = -gap - 1
-    for read in sorted(filter(_SIZE_OF, reads), key=offset_of):
+    for read in sorted(filter(_SIZE_OF, reads), key=_OFFSET_OF):
         _, offset, nbytes, _, target, *_ = read
         is_direct = source.is_local and nbytes >= _DIRECT_FROM and target is not None and len(target) == nbytes
         if is_direct or offset - end > gap or offset + nbytes - first > longest:
@@ -118,7 +118,7 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
         groups[-1].append(read)
         end = -gap - 1 if is_direct else max(end, offset + nbytes)
     runs = [Run(source, some[0].offset, max([read.offset + read.nbytes for read in some]), some) for some in groups]
-    return sorted(runs, key=offset_of)
+    return sorted(runs, key=_OFFSET_OF)
 
 
 def ends_early(read: Read) -> CorruptCheckpointError:

@@ -209,7 +209,8 @@ def is_of_handler(error: BaseException) -> bool:
     return bool(codes) and any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-FULL_DISK, _DENIED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_DENIED = (errno.EACCES, errno.EPERM)
 _REMEDIES = {
     **dict.fromkeys(_DENIED, "check the permissions of {folder}, and of what is in it"),
     **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
@@ -221,8 +222,7 @@ _REMEDIES = {
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
     errno.ENAMETOOLONG: "shorten the directory, the prefix or the step",
 }
-_ABSENT = (errno.ENOENT, errno.ENOTDIR)
-_KINDS = {**dict.fromkeys(_ABSENT, MissingPathError), **dict.fromkeys(_DENIED, PermissionDeniedError)}
+_KINDS = dict.fromkeys(_DENIED, PermissionDeniedError) | dict.fromkeys((errno.ENOENT, errno.ENOTDIR), MissingPathError)
 
 
 class translated(AbstractContextManager[Any]):  # noqa: N801  (each look-up enters one, so it is no generator)

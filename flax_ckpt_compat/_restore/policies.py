@@ -159,8 +159,8 @@ def suggest(plans: Sequence[TreePlan]) -> Any:
     """Return the `flax_ckpt_compat._suggest.Suggestion` for what the plans of a restore lack or differ in, or None.
 
     One without a doubt is tried: what a restore with it still refuses is `remaining`."""
-    plan = next((one for one in plans if one.target and (one.missing or one.shapes or one.kinds)), None)
-    if plan is None or plan.target is None:
+    plan = next((one for one in plans if one.missing or one.shapes or one.kinds), None)
+    if plan is None or plan.target is None:  # without a target, nothing differs
         return None
     from flax_ckpt_compat import _suggest  # most restores need none of it
 

@@ -28,7 +28,8 @@ _ROUNDS = 8
 _SEPARATE, _MAX_RENAMES = 24, 300
 _LARGE = 20_000  # nodes of a tree for which each rule takes long
 _MAX_KEPT, _MAX_PARTS = 40, 3
-_NO_MOMENTS, _OWN = "no moments", "to keep the target's own: "
+_NO_MOMENTS = "no moments"
+_OWN = "to keep the target's own: "
 
 
 @dataclasses.dataclass(slots=True)
@@ -325,9 +326,10 @@ def finished(pairing: Pairing, state: State) -> State:
                 state = tried if len(tried.fitting) >= len(state.fitting) else state
                 break
         else:
-            had = [_fields(node_at(state.tree, root)) for root in sorted(roles.roots)] or ["none"]
-            reason = f"the checkpoint's optimizer: {had[0]}; the target's: {fields}"
-            reason = f"both hold {fields}, but in other places or for other parameters" if fields in had else reason
+            had = [_fields(node_at(state.tree, root)) for root in sorted(roles.roots)]
+            reason = f"the stored optimizer has {had[0]}, the target's has {fields}" if had else "no stored optimizer"
+            if fields in had:
+                reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), _OWN + reason, keeps=(at,))]) or state
     for step in differences.copies(state.tree, pairing.target, pairing.missing(state), pairing.memo):
         state = pairing.tried(state, [step]) or state
