@@ -18,8 +18,10 @@ from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import is_key, nearest, shape_and_dtype
+from flax_ckpt_compat.rules.optimizers import FIELDS
 
 _log = logging.getLogger("flax_ckpt_compat")
+_MOMENTS = FIELDS - {"count", "ema"}  # of optimizers: no parameter is one of them, nor one another
 _MAX_TOPS = 4
 _MANY = 20_000  # stored leaves, above which errors propose no rules
 _MAX_TEXT = 2000  # characters of a proposal, above which errors do not print it
@@ -128,6 +130,7 @@ def _missing_leaves(plan: TreePlan) -> str:
 def _nearest_stored(missing: str, wanted: Any, stored: Mapping[str, Any], unused: set[str]) -> list[str]:
     """Return stored names akin to a missing leaf's, of the shape ``wanted``; None: of a key, or of what is no array."""
     fit = [name for name, shape in stored.items() if None in (wanted, shape) or wanted == shape]
+    fit = [name for name in fit if _MOMENTS.intersection(name.split("/")) == _MOMENTS.intersection(missing.split("/"))]
     free = set[str]() if wanted is None else unused.intersection(fit)
     # What the target takes by its own name is not the missing leaf while another one below the same top is free.
     left = [name for name in fit if name in free and name.partition("/")[0] == missing.partition("/")[0]]
