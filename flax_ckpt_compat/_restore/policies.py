@@ -179,17 +179,20 @@ def _refused(plan: TreePlan, tree: Node) -> list[Path]:
     """Return what a restore would refuse if the plan's tree, or that of all items, were another one."""
     if plan.target is None:
         return []
+    item: Path = ()  # in which the leaves' paths are
     if plan.all_items is not None:
-        names = (name for name, node in plan.all_items[1].children.items() if node is plan.target.node)
-        tree = tree.children.get(next(names), Branch({}))
+        item = next((name,) for name, node in plan.all_items[1].children.items() if node is plan.target.node)
+        tree = node_at(tree, item) or Branch({})
     again = plan_tree(plan.reader, tree, plan.target, plan.options, plan.location)
-    left: dict[type, list[Path]] = {
+    why: dict[type, list[Path]] = {
         errors.MissingLeavesError: again.missing,
         errors.KindMismatchError: [one.path for one in again.kinds],
         errors.UnusedLeavesError: again.unused,
         errors.ShapeMismatchError: [path for path, *_ in again.shapes],
     }
-    return [path for kind, _ in refusals(again) for path in left.get(kind, ())]
+    left = [path for kind, _ in refusals(again) for path in why.get(kind, ())]
+    left += [tuple((problem.leaf or "").split("/")) for problem in again.problems]
+    return [(*item, *path) for path in dict.fromkeys(left)]
 
 
 def _proposal(plan: TreePlan) -> str:

@@ -85,8 +85,8 @@ def suggest(stored: Node, target: Node, refused: Callable[[Node], Sequence[Path]
     first = pairing.start(stored)
     lacking = len(pairing.missing(first))
     if not lacking:  # raw PRNG keys, which fit typed ones, may be all that differs
-        keys = proposals.typed_keys(pairing, first).steps
-        return Suggestion(keys, ()) if keys else None
+        typed = proposals.typed_keys(pairing, first)
+        return Suggestion(typed.steps, tuple(map(show_path, refused(typed.tree)))) if typed.steps else None
     for prelude in proposals.preludes(pairing, stored, first.looks):
         first = pairing.tried(first, [prelude]) or first
     # What these steps name anew is judged by its new name, and shown by that of the checkpoint.

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 import numpy as np
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, show_path, topmost
 from flax_ckpt_compat._suggest import features, layouts
@@ -212,12 +211,9 @@ class Gap:
                     reason = f"{'/'.join(level)} holds what {place} holds: {', '.join(held[:4])}"
                     olds, news, patterns = [name], list(inner), {literal("/".join(level)): ""}
                     if is_new:
-                        # What another new name alone holds stays: the parameters beside an optimizer, a head.
-                        rest = {self.memo.print(node) for one, node in others.items() if one != name}
-                        rest -= {self.memo.print(children[one]) for one in held}
-                        stay = {one for one, node in children.items() if self.memo.print(node) in rest}
-                        moved = [one for one in children if one in held or one not in stay or numbered(one)]
-                        olds, news = held if self.common else moved, [name]
+                        # A level that lacks nothing takes no more where another new name may have the rest.
+                        is_whole = len(others) > 1 and len(inner) == len(held)
+                        olds, news = (held if self.common or is_whole else list(children)), [name]
                         patterns = {f"({all_but(olds, self.ours)})": rf"{plain('/'.join(level))}/\1"}
                     yield Change(self.path, tuple(olds), tuple(news), patterns, reason)
                     self._take(list(children), [name], turned=not is_new)

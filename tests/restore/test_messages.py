@@ -202,6 +202,7 @@ def test_rules_that_leave_another_kind(stored: Any, target: Any, tmp_path: Path)
     plan = plan_restore(path, wanted)
     assert plan.suggestion is not None and "would map it" not in f"{caught.value}{plan}"
     assert not plan.suggestion.confident
+    assert ("t",) in [plan.suggestion.remaining, *(path for step in plan.suggestion.steps for path in step.keeps)]
     with pytest.raises(KindMismatchError):
         restore(path, wanted, transforms=plan.suggestion.rules)
 

@@ -406,9 +406,11 @@ REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
         [r"rules.rename('((?:mu|nu|params))/Dense_0', r'\1/means')"], "",
     ),
     "a state of linen's that becomes one of NNX's": (
-        _adam({"params": TWO}), {"model": TWO, "optimizer": {n: _adam(TWO)[n] for n in ("opt_state", "step")}},
+        {**_adam({"params": TWO}), "rng": np.arange(2, dtype=np.uint32)},
+        {"model": TWO, "optimizer": {n: _adam(TWO)[n] for n in ("opt_state", "step")},
+         "rngs": {"default": np.arange(2, dtype=np.uint32)}},
         [r"rules.rename('(opt_state|step)', r'optimizer/\1')", "rules.rename('^params', 'model')",
-         "rules.rename('params', '')"], "",
+         "rules.rename('params', '')", "rules.rename('rng', 'rngs/default')"], "rngs/default would come from rng",
     ),
     "rows beside a renamed one": (
         {"params": ROWS}, {"params": {name: {"zz" if name[1] == "1" else "a": layer["a"], "n": layer["n"]}

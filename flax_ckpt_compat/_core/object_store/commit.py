@@ -153,7 +153,7 @@ def _confirm_commit(url: str, there: Files, marker: str) -> bool:
         text, other = client.read(commit_file, version=version), last_marker(there.keys() - {marker}).encode()
         if other and other in text:
             client.put(commit_file, text + b"\n", version)
-        return other in text  # as b"" is, where its writer has ended
+        return not other or other in text  # without another one, its writer has ended
     return False
 
 
