@@ -343,6 +343,10 @@ def test_who_gives_up_for_a_commit(kind: str, store: Memory, monkeypatch: pytest
     monkeypatch.setattr(store, "delete", lambda url, *rest: "_begun" not in url and Memory.delete(store, url, *rest))
     save(2, "other")
     assert restored() == 2
+    # A third one, whose mark its writer may find, makes it withdraw: nobody gives up for that.
+    there = {**store.list(URL), commit.new_marker(2**40): Stat(0, "")}
+    assert not commit._confirm_commit(URL, there, commit.new_marker(2**41))
+    assert store.list(URL)[COMMIT_FILE] == there[COMMIT_FILE]
 
 
 def test_what_is_sent_while_a_save_is_aborted(store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
