@@ -83,8 +83,7 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
     listed = source.listed()
     found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
     if not found:
-        message = f"nothing to convert: {source} holds no checkpoint; pass a checkpoint, or a directory of checkpoints"
-        raise CheckpointNotFoundError(message, path=source.path)
+        raise locating.Absence(f"{source} holds no checkpoint").error(source, "nothing to convert: ")
     if found != [source]:
         folders = [destination.sibling(one.parent.path[len(source.path) :]) for one in found]
         jobs = [_job(one, folder, to, _step_of(one)) for one, folder in zip(found, folders, strict=True)]

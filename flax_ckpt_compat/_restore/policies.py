@@ -130,7 +130,8 @@ def _missing_leaves(plan: TreePlan) -> str:
 def _nearest_stored(missing: str, wanted: Any, stored: Mapping[str, Any], unused: set[str]) -> list[str]:
     """Return stored names akin to a missing leaf's, of the shape ``wanted``; None: of a key, or of what is no array."""
     fit = [name for name, shape in stored.items() if None in (wanted, shape) or wanted == shape]
-    fit = [name for name in fit if _MOMENTS.intersection(name.split("/")) == _MOMENTS.intersection(missing.split("/"))]
+    field = _MOMENTS.intersection(missing.split("/"))
+    fit = [name for name in fit if _MOMENTS.intersection(name.split("/")) == field]
     free = set[str]() if wanted is None else unused.intersection(fit)
     # What the target takes by its own name is not the missing leaf while another one below the same top is free.
     left = [name for name in fit if name in free and name.partition("/")[0] == missing.partition("/")[0]]

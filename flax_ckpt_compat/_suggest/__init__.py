@@ -107,9 +107,9 @@ def suggest(stored: Node, target: Node, refused: Callable[[Node], Sequence[Path]
             steps, against = _judged(_Outcome(stored, first, pairing, state), remaining)
             sentences = tuple(printable(doubt, one_line=True) for doubt in against)
             if len(remaining) <= lacking / 2:
-                is_sure = not (remaining or sentences or any(step.keeps for step in steps))
-                left = refused(state.tree) if is_sure else remaining
-                made.append(Suggestion(steps, tuple(map(show_path, left)), sentences))
+                one = Suggestion(steps, tuple(map(show_path, remaining)), sentences)
+                left = tuple(map(show_path, refused(state.tree))) if one.confident else one.remaining
+                made.append(dataclasses.replace(one, remaining=left))
     return min(made, key=lambda one: (len(one.remaining), len(one.doubts), len(one.steps)), default=None)
 
 

@@ -308,8 +308,8 @@ def finished(pairing: Pairing, state: State) -> State:
             continue
         text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
         fitting = (path for path in state.fitting if path[: len(at)] == at)
-        stored_as = [path for path in lacking if pairing.goal[path] != EMPTY]
-        new, there = ({pairing.roles.spot(path).field for path in side} for side in (stored_as, fitting))
+        with_values = [path for path in lacking if pairing.goal[path] != EMPTY]
+        new, there = ({pairing.roles.spot(path).field for path in side} for side in (with_values, fitting))
         # `_kept` names what is new among numbers alone, or fields beside those that are in place, such as amsgrad's.
         numbers_alone = fields == _NO_MOMENTS and node_at(state.tree, at) is not None
         if numbers_alone or (new and there & MOMENTS and new <= MOMENTS - there):

@@ -164,8 +164,7 @@ def verify(
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
         found = [located.location.unlisted()]
     if not found:
-        message = f"nothing to verify: {root} holds no checkpoints; pass a checkpoint, or a directory of checkpoints"
-        raise errors.CheckpointNotFoundError(message, path=root.path)
+        raise locating.Absence(f"{root} holds no checkpoints").error(root, "nothing to verify: ")
     is_named = step is not None or found == [root]  # the only one
     count = metadata.BAR.get()(lambda: sum(one.total_size() for one in found))
     results = []
