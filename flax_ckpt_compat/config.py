@@ -47,7 +47,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args, get_type_hints
 
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
@@ -58,21 +58,6 @@ __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "u
 
 _log = logging.getLogger("flax_ckpt_compat")
 _VARIABLE = "FLAX_CKPT_COMPAT_"
-_VALUES: dict[str, tuple[Any, ...]] = {
-    "missing_leaves": ("error", "warn", "ignore"),
-    "shape_mismatch": ("warn", "error", "ignore"),
-    "kind_mismatch": ("warn", "error", "ignore"),
-    "unused_leaves": ("auto", "error", "warn", "ignore"),
-    "dtype": ("stored", "target"),
-    "structure": ("flax", "stored"),
-    "must_exist": (False, True),
-    "mapped": (False, True),
-    "checksums": ("verify", "write", "off"),
-    "compression": (None, "crc32c", "zstd"),
-    "links": ("inside", "follow"),
-    "progress": (None, "bar"),
-}
-_NAMES = (*_VALUES, "coordination_timeout")
 _YES, _NO = ("1", "y", "yes", "t", "true", "on"), ("0", "n", "no", "f", "false", "off")
 _WORDS: dict[str, Any] = {"none": None} | dict.fromkeys(_YES, True) | dict.fromkeys(_NO, False)
 
@@ -97,7 +82,7 @@ class Settings:
 
 
 class Changes(TypedDict, total=False):
-    """Settings by name, for type checkers: the fields of `Settings` with the values that each takes."""
+    """Settings by name, for type checkers and all else: the values that each takes, the default first."""
 
     missing_leaves: Literal["error", "warn", "ignore"]
     shape_mismatch: Literal["warn", "error", "ignore"]
@@ -105,15 +90,18 @@ class Changes(TypedDict, total=False):
     unused_leaves: Literal["auto", "error", "warn", "ignore"]
     dtype: Literal["stored", "target"]
     structure: Literal["flax", "stored"]
-    must_exist: bool
-    mapped: bool
+    must_exist: Literal[False, True]
+    mapped: Literal[False, True]
     checksums: Literal["verify", "write", "off"]
-    compression: Literal["crc32c", "zstd"] | None
+    compression: Literal[None, "crc32c", "zstd"]
     links: Literal["inside", "follow"]
+    progress: Literal[None, "bar"] | Callback
     coordination_timeout: float
-    progress: Callback | Literal["bar"] | None
 
 
+_VALUES: dict[str, tuple[Any, ...]] = {name: get_args(taken) for name, taken in get_type_hints(Changes).items()}
+_VALUES["progress"] = get_args(_VALUES["progress"][0])  # functions are no values to compare with; numbers have none
+_NAMES = tuple(_VALUES)
 _DEFAULTS = Settings()
 STRICT = Settings(shape_mismatch="error", kind_mismatch="error", structure="stored", must_exist=True)
 
