@@ -171,7 +171,7 @@ class BlockSums:
 
     def encoded(self) -> bytes:
         """Return the checksums of all blocks; no bytes have no block."""
-        return b"".join([one.to_bytes(checksums.SUM_BYTES, "little") for one in self._sums])
+        return b"".join(map(checksums.encode, self._sums))
 
 
 class _Writer:

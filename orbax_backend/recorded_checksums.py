@@ -61,7 +61,7 @@ class Record:
             "files": self.files,
         }
         data: bytes = msgpack.packb(content)
-        return data + zlib.crc32(data).to_bytes(SUM_BYTES, "little")
+        return data + checksums.encode(zlib.crc32(data))
 
 
 def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:
@@ -77,7 +77,7 @@ def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]
 def _decode(data: bytes) -> Record | None:
     """Return the content of the file, None of a later version; raise ValueError if it is damaged."""
     body, end = data[: -checksums.SUM_BYTES], data[-checksums.SUM_BYTES :]
-    if not body or zlib.crc32(body).to_bytes(SUM_BYTES, "little") != end:
+    if not body or checksums.encode(zlib.crc32(body)) != end:
         raise ValueError("it does not have its own checksum")
     found = msgpack.unpackb(body)
     algorithm = found["algorithm"]
@@ -165,7 +165,7 @@ def check_blocks(expected: Expected, run: Run, data: memoryview) -> None:
             before = chunk.offset - run.start
             found = crc(bytes(max(end - stop, 0)), crc(data[before + begin : before + min(end, stop)]))
             at, leaf = SUM_BYTES * number, show_path(read.path)
-            actual = sums[:at] + found.to_bytes(SUM_BYTES, "little") + sums[at + SUM_BYTES :]
+            actual = sums[:at] + checksums.encode(found) + sums[at + SUM_BYTES :]
             _check(read.folder, f"the chunk {key!r} of the leaf {leaf!r}", sums, actual, leaf)
 
 

@@ -79,7 +79,6 @@ Deliver = Callable[[list[tuple[Read, memoryview]]], object]
 # Is shown the bytes of each run, fewer if the file ends behind the reads, on any thread; raises ChecksumError if they
 # are damaged.
 Check = Callable[[Run, memoryview], object]
-_OFFSET_OF, _SIZE_OF = operator.itemgetter(1), operator.itemgetter(2)
 
 
 def cut(read: Read, size: int) -> Iterator[Read]:
@@ -109,7 +108,7 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     # An empty array may lie behind the end of a file, where nothing else is.
     groups, gap = [[read] for read in reads if not read.nbytes], source.gap
     first = end = -gap - 1
-    for read in sorted(filter(_SIZE_OF, reads), key=_OFFSET_OF):
+    for read in sorted(filter(operator.attrgetter("nbytes"), reads), key=operator.attrgetter("offset")):
         _, offset, nbytes, _, target, *_ = read
         is_direct = source.is_local and nbytes >= _DIRECT_FROM and target is not None and len(target) == nbytes
         if is_direct or offset - end > gap or offset + nbytes - first > longest:
@@ -118,7 +117,7 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
         groups[-1].append(read)
         end = -gap - 1 if is_direct else max(end, offset + nbytes)
     runs = [Run(source, some[0].offset, max([read.offset + read.nbytes for read in some]), some) for some in groups]
-    return sorted(runs, key=_OFFSET_OF)
+    return sorted(runs, key=operator.attrgetter("start"))
 
 
 def ends_early(read: Read) -> CorruptCheckpointError:

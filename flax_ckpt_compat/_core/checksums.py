@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,10 @@ CRCS: dict[str, Crc] = {"crc32c": crc32c, "crc32": zlib.crc32}
 ALGORITHM = "crc32c"  # of what is written now
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 4  # of a checksum as it is recorded, little-endian
+encode = struct.Struct("<I").pack
 
 
 def of_blocks(data: Any, crc: Crc = crc32c) -> bytes:
     """Return the checksums of the blocks of a buffer of single bytes."""
     view = memoryview(data)
-    blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
-    return b"".join([crc(block).to_bytes(SUM_BYTES, "little") for block in blocks])
+    return b"".join([encode(crc(view[at : at + BLOCK_BYTES])) for at in range(0, len(view), BLOCK_BYTES)])

@@ -27,7 +27,6 @@ _ATTRIBUTE = "user.flax_ckpt_compat.checksums"
 _VERSION = 1
 # Version, algorithm, bytes of a unit, units of a block; size in bytes and modification time in ns of the file.
 _HEADER = struct.Struct("<B7sIIQq")
-_OWN_SUM = struct.Struct("<I")
 # ext4 has 4 KiB for all attributes of a file.
 _MAX_BLOCKS = 256
 
@@ -100,20 +99,20 @@ def record_checksums(descriptor: int, units: bytes) -> None:
         algorithm = checksums.ALGORITHM.encode()
         header = _HEADER.pack(_VERSION, algorithm, checksums.BLOCK_BYTES, per_block, status.st_size, status.st_mtime_ns)
         content = header + struct.pack(f"<{len(blocks)}I", *blocks)
-        os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(zlib.crc32(content)))
+        os.setxattr(descriptor, _ATTRIBUTE, content + checksums.encode(zlib.crc32(content)))
 
 
 def recorded_checksums(descriptor: int) -> FileChecksums | None:
     """Return the recorded checksums of an open file; None if there are none, or the file was changed since."""
     try:
         content, status = os.getxattr(descriptor, _ATTRIBUTE), os.fstat(descriptor)
-        content, own_sum = content[: -_OWN_SUM.size], content[-_OWN_SUM.size :]
+        content, own_sum = content[: -checksums.SUM_BYTES], content[-checksums.SUM_BYTES :]
         version, algorithm, unit, per_block, size, mtime_ns = _HEADER.unpack_from(content)
         blocks = struct.unpack(f"<{(len(content) - _HEADER.size) // 4}I", content[_HEADER.size :])
         crc = checksums.CRCS[algorithm.rstrip(b"\0").decode()]
     except (AttributeError, OSError, struct.error, KeyError, ValueError):
         return None
-    is_known = (version, unit) == (_VERSION, checksums.BLOCK_BYTES) and own_sum == _OWN_SUM.pack(zlib.crc32(content))
+    is_known = (version, unit) == (_VERSION, checksums.BLOCK_BYTES) and own_sum == checksums.encode(zlib.crc32(content))
     is_same = (status.st_size, status.st_mtime_ns) == (size, mtime_ns)
     is_whole = per_block and len(blocks) == -(-size // (per_block * checksums.BLOCK_BYTES))
     return FileChecksums(size, per_block, blocks, crc) if is_known and is_same and is_whole else None
