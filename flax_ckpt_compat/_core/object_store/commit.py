@@ -47,10 +47,9 @@ _AT_ONCE = 16
 _ROUNDS, _PAUSE = 8, 0.5  # of a writer to which others give way, and seconds between them
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Names that no other save uses.
-_OF_ONE_SAVE = re.compile(
-    rf"(?:.*/)?{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}|{re.escape(layout.PROCESS_PREFIX)}[^/]*\..*",
-    re.DOTALL,
-)
+_DATA_FILE = rf"(?:.*/)?{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}"
+_OF_ONE_SAVE = re.compile(rf"{_DATA_FILE}|{re.escape(layout.PROCESS_PREFIX)}[^/]*\..*", re.DOTALL)
+_warned: set[str] = set()  # folders of checkpoints of which `harmless` has warned
 Files = Mapping[str, Stat]
 
 CLIENTS: dict[str, Client] = {"s3": S3Client(), "gs": GsClient(), "az": AzClient(), "hf": HubClient()}
@@ -82,6 +81,11 @@ def last_marker(names: Iterable[str]) -> str:
 def time_of(marker: str) -> int:
     """Return the number by which markers are ordered, the seconds at which a save began; 0 without a marker."""
     return int(marker.split(".")[1]) if marker else 0
+
+
+def may_be_written(names: Iterable[str]) -> bool:
+    """Return whether the save that began last in a folder may still run; after a day its writer counts as dead."""
+    return time.time() - time_of(last_marker(names)) <= EXPIRES_AFTER
 
 
 def new_marker(number: int) -> str:
@@ -170,7 +174,7 @@ def remove_arrays_beside(url: str) -> None:
     folder = url + ARRAYS_POSTFIX
     with after_commit(url):
         there = client_for(url).list(folder)
-        if (arrays := arrays_among(there)) and time.time() - time_of(last_marker(there)) > EXPIRES_AFTER:
+        if (arrays := arrays_among(there)) and not may_be_written(there):
             marks = [name for name in there if is_upload_marker(name) or name == COMMIT_FILE]
             delete(folder, arrays + marks, versions_of(there))
 
@@ -192,9 +196,9 @@ def leftovers(url: str, files: Files) -> dict[str, Files]:
         name, _, rest = key.partition("/")
         folders.setdefault(name, {})[rest] = stat
     for name, there in folders.items():
-        last, main = last_marker(there), name.removesuffix(ARRAYS_POSTFIX)
+        main = name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
-        if last and time.time() - time_of(last) > EXPIRES_AFTER and (main == name or main not in folders):
+        if last_marker(there) and not may_be_written(there) and (main == name or main not in folders):
             there.pop("", None)  # an object of that name
             found[name] = there if main != name or is_unfinished(there) else _beside_a_commit(f"{url}/{name}", there)
     return found
@@ -216,9 +220,6 @@ def _beside_a_commit(url: str, there: Files) -> Files:
 def tag_of(key: str) -> str:
     """Return the number of the save that alone has a marker, or files in a folder, of this name."""
     return key.partition("/")[0].rpartition(".")[2]
-
-
-_warned: set[str] = set()  # folders of checkpoints of which `harmless` has warned
 
 
 @contextmanager
@@ -304,9 +305,8 @@ class Upload:
 
     def written(self) -> list[str]:
         """List what the processes have written so far, relative to the folder."""
-        return [
-            key for key in self.client.list(self.folder) if tag_of(key) == tag_of(self.marker) and key != self.marker
-        ]
+        own = tag_of(self.marker)
+        return [key for key in self.client.list(self.folder) if tag_of(key) == own and key != self.marker]
 
     def write(self, name: str, data: bytes) -> None:
         """Write one file below the folder."""
@@ -314,9 +314,8 @@ class Upload:
 
     def send(self, directory: str, names: Collection[str], meter: Meter = OFF) -> None:
         """Upload local files under the same names."""
-        in_parallel(
-            lambda name: self.client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter), names, _AT_ONCE
-        )
+        put, folder = self.client.put, self.folder
+        in_parallel(lambda name: put(f"{folder}/{name}", Path(directory, name), meter=meter), names, _AT_ONCE)
 
     def check_active(self) -> None:
         """Raise ConcurrentWriteError, after removing what was sent too late, if process 0 has aborted the save."""
