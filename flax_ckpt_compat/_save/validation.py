@@ -104,10 +104,12 @@ def _reason_against(request: SaveRequest, path: Location) -> str | None:
             reason = _why_not_replaced(request, path) if path.exists() else None
             if reason is None or path.identity() == before:
                 return reason
-        except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
-            if path.identity() == before:
+        except OSError as error:  # such as IsADirectoryError, where a directory has taken the place of a file
+            is_stale = path.is_remote and error.errno == errno.ESTALE  # in a store, this tells, and no identity
+            if path.identity() == before and not is_stale:
                 with translated(path.path):
                     raise
+            path = path.unlisted()
     return "other writers keep replacing it"
 
 
