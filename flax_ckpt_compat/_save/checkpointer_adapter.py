@@ -42,23 +42,22 @@ def save(request: SaveRequest, target: Any, written: str | None = None, *, is_pr
         what = f"the given orbax_checkpointer ({described(checkpointer)}) cannot save this tree: {error}"
         remedy = "pass one for pytrees, or leave orbax_checkpointer out"
         raise CheckpointerError(f"{request.path}: {what}; {remedy}", path=request.path) from error
+    publish = functools.partial(_publish, request, written, is_primary=is_primary)
     if in_background and written == request.path:
-        then = functools.partial(_publish, request, written) if is_primary else lambda: None
-        async_saves.start_commit(checkpointer, request.directory, then)
-    elif is_primary:
-        _publish(request, written)
+        async_saves.start_commit(checkpointer, request.directory, publish)
+    else:
+        publish()
 
 
 def described(checkpointer: Any) -> str:
     """Return the types of a checkpointer and its handler, for messages."""
-    handler = getattr(checkpointer, "handler", None)
-    names = [type(checkpointer).__name__, *([type(handler).__name__] if handler is not None else [])]
-    return " with ".join(names)
+    parts = (checkpointer, getattr(checkpointer, "handler", None))
+    return " with ".join(type(part).__name__ for part in parts if part is not None)
 
 
-def _publish(request: SaveRequest, written: str) -> None:
-    """Publish what was committed, and retain."""
-    if not presence.lexists(written):
+def _publish(request: SaveRequest, written: str, *, is_primary: bool) -> None:
+    """Publish what was committed, and retain, in the primary."""
+    if not is_primary or not presence.lexists(written):
         return
     try:
         with translated(written):
