@@ -238,10 +238,10 @@ def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None,
             raise ValueError(f"the type annotation says text or bytes, but {found} is stored")
         return StoredLeaf(info, annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, annotation.dtype)
     shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
-    is_scalar = value_type == stored_names.SCALAR and info.shape == ()
-    kind = annotation.kind or (_scalar_kind(info.dtype) if is_scalar else LeafKind.ARRAY)
     if annotation.kind is LeafKind.PRNG_KEY:
         raise ValueError("the type annotation of a PRNG key names no implementation")
+    is_scalar = value_type == stored_names.SCALAR and info.shape == ()
+    kind = annotation.kind or (_scalar_kind(info.dtype) if is_scalar else LeafKind.ARRAY)
     if kind is not LeafKind.ARRAY and shape != ():
         raise ValueError(f"the type annotation says {kind.value}, but {dtype.name}{list(shape)} is stored")
     if annotation.kind in _FROM_SCALAR and kind is not _scalar_kind(dtype):

@@ -51,7 +51,8 @@ def read_entries(location: Location, base: str = "") -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
     ``base`` is its directory in the checkpoint's, with its slash."""
-    files, found, seen, limit = CheckpointFiles(location), Entries(), set[ByteRange](), _MAX_INDEX_BYTES
+    files, found, seen = CheckpointFiles(location), Entries(), set[ByteRange]()
+    left = _MAX_INDEX_BYTES  # that names and values may take; each byte of a node allows more
     data = files.read(base + MANIFEST, 0, None)
     with _decoding(location / (base + MANIFEST)):
         level = _newest_root(data, base)
@@ -61,14 +62,14 @@ def read_entries(location: Location, base: str = "") -> Entries:
             with _decoding(location / node.extent.file, node.extent.offset):
                 if len(data) != node.extent.length:
                     raise ValueError(f"{node.extent.length} bytes were expected, found {len(data)}")
-                limit += _MOST_PER_BYTE * len(data)
+                left += _MOST_PER_BYTE * len(data)
                 if node.height:
                     below += (children := _children_of(data, node))
-                    limit -= sum([_BYTES_PER_NAME + len(child.prefix) for child in children])
+                    left -= sum([_BYTES_PER_NAME + len(child.prefix) for child in children])
                 else:
                     found |= (entries := _entries_of(data, node))
-                    limit -= sum(map(len, entries)) + sum(map(len, entries.values())) + _BYTES_PER_NAME * len(entries)
-                if limit < 0:
+                    left -= sum(map(len, entries)) + sum(map(len, entries.values())) + _BYTES_PER_NAME * len(entries)
+                if left < 0:
                     raise ValueError(f"at most {_MAX_INDEX_BYTES} bytes of names and values were expected")
         level = below
     for file in {value.file for value in found.values() if type(value) is ByteRange}:
@@ -147,10 +148,9 @@ def _entries_of(data: bytes, node: NodeRef) -> Entries:
     indirect = [row for row, kind in enumerate(kinds) if kind]
     numbers, offsets = columns.varints(len(indirect)), columns.varints(len(indirect))
     ranges = _ranges(files, numbers, offsets, [lengths[row] for row in indirect])
-    for row in indirect:
-        lengths[row] = 0
-    text = columns.take(sum(lengths))
-    ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    inline = [0 if kind else length for kind, length in zip(kinds, lengths, strict=True)]
+    text = columns.take(sum(inline))
+    ends = itertools.pairwise(itertools.accumulate(inline, initial=0))
     values: list[bytes | ByteRange] = [text[start:end] for start, end in ends]
     columns.finish(keys)
     for row, extent in zip(indirect, ranges, strict=True):

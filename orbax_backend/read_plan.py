@@ -185,8 +185,8 @@ def _plan_raw(read: ArrayRead, value: ByteRange, copies: Sequence[Copy]) -> list
     for copy in copies:
         count, offsets = runs(chunk, copy.source, copy.array.shape, copy.target)
         length = count * size
-        is_one = count == math.prod(array_boxes.shape_of(copy.source))
-        if not is_one and (is_dense or length < _SHORT_RUN_BYTES):
+        is_contiguous = count == math.prod(array_boxes.shape_of(copy.source))
+        if not is_contiguous and (is_dense or length < _SHORT_RUN_BYTES):
             scattered.append(copy)
             continue
         target = copy.array.reshape(-1).view(np.uint8)

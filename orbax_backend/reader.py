@@ -72,21 +72,17 @@ class OrbaxReader(Reader):
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
-        # Arrays, or boxes of them, that may be inline in the index, and the keys of their chunks.
-        inline: list[tuple[int, StoredLeaf, BoxLayout]] = []
-        keys: list[str] = []
+        inline: list[tuple[int, StoredLeaf, BoxLayout]] = []  # arrays, or boxes of them, that may be so in the index
         arrays: list[tuple[int, ArrayRead]] = []
         aggregated: list[tuple[int, LeafHandle]] = []
         for number, one in enumerate(handles):
             leaf, box = one.locator, one.index
             if type(leaf) is StoredLeaf:
                 parts = leaf.whole if box is None else leaf.layout_of(box)
-                if not leaf.has_small_chunks or not parts.known:
+                if leaf.has_small_chunks and parts.known:
+                    inline.append((number, leaf, parts))
+                else:
                     arrays.append((number, ArrayRead(one, parts)))
-                    continue
-                prefix = stored_names.key_prefix(one.name)
-                inline.append((number, leaf, parts))
-                keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else leaf.part(box)))
             elif isinstance(leaf, UnsupportedArrayError):
@@ -96,7 +92,7 @@ class OrbaxReader(Reader):
                 values[number] = leaf
         # In a directory or store without a database, each key is looked up.
         with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
-            arrays += self._read_inline(handles, inline, map(self._index.find, keys), values)
+            arrays += self._read_inline(handles, inline, values)
         if arrays:
             self._arrays.read([read for _, read in arrays], self.meter, mapped=mapped)
         for number, read in arrays:
@@ -158,16 +154,14 @@ class OrbaxReader(Reader):
             self._structure.msgpack.close()
 
     def _read_inline(
-        self,
-        handles: Sequence[LeafHandle],
-        inline: Sequence[tuple[int, StoredLeaf, BoxLayout]],
-        found: Iterator[Any],
-        values: list[Any],
+        self, handles: Sequence[LeafHandle], inline: Sequence[tuple[int, StoredLeaf, BoxLayout]], values: list[Any]
     ) -> list[tuple[int, ArrayRead]]:
         """Copy what is inline in the index to new memory, alike ones together; return the others, to be read."""
         others, alike = list[tuple[int, ArrayRead]](), dict[BoxLayout, tuple[StoredLeaf, list[int], list[bytes]]]()
+        find = self._index.find
         for number, leaf, parts in inline:
-            pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
+            prefix = stored_names.key_prefix(handles[number].name)
+            pieces = [_inline(leaf, find(prefix + part.key)) for part in parts.known or ()]
             if None in pieces:
                 others.append((number, ArrayRead(handles[number], parts)))
                 continue

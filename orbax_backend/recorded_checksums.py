@@ -157,15 +157,15 @@ def check_blocks(expected: Expected, run: Run, data: memoryview) -> None:
     """Check the blocks of chunks that are in a run, whose bytes are ``data``."""
     for chunk in {read.content.within for read in run.reads} & expected.keys():
         read, key, start, sums, crc = expected[chunk]
-        first, stop = max(run.start - chunk.offset, 0), min(run.stop - chunk.offset, chunk.length)
-        for number in range(-(-first // BLOCK_BYTES), -(-stop // BLOCK_BYTES)):
+        # All places are counted from the start of the chunk; the run may begin before it, and end behind it.
+        at, stop = run.start - chunk.offset, min(run.stop - chunk.offset, chunk.length)
+        for number in range(-(-max(at, 0) // BLOCK_BYTES), -(-stop // BLOCK_BYTES)):
             begin, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, chunk.length)
-            if end > stop != _data_end(read, start):
+            if end > stop != _data_end(read, start):  # a part of the block was not read, and is not only zeros
                 break
-            before = chunk.offset - run.start
-            found = crc(bytes(max(end - stop, 0)), crc(data[before + begin : before + min(end, stop)]))
-            at, leaf = SUM_BYTES * number, show_path(read.path)
-            actual = sums[:at] + checksums.encode(found) + sums[at + SUM_BYTES :]
+            found = crc(bytes(max(end - stop, 0)), crc(data[begin - at : min(end, stop) - at]))
+            place, leaf = SUM_BYTES * number, show_path(read.path)
+            actual = sums[:place] + checksums.encode(found) + sums[place + SUM_BYTES :]
             _check(read.folder, f"the chunk {key!r} of the leaf {leaf!r}", sums, actual, leaf)
 
 

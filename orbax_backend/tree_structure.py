@@ -293,11 +293,7 @@ def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
         _put(branches, file, entry.path, entry.kinds, leaf)
     for path, (branch, _) in branches.items():
         if branch.container is Container.LIST:
-            expected = [str(index) for index in range(len(branch.children))]
-            if branch.children.keys() != set(expected):
-                found = f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}"
-                raise corrupt(file, f"{found}, expected 0 to {len(expected) - 1}")
-            branch.children = {index: branch.children[index] for index in expected}
+            _sort_sequence(branch, path, file)
     for path, annotation in containers.items():
         if path in branches:
             _annotated(branches[path][0], annotation)
@@ -324,6 +320,15 @@ def _put(branches: dict[Path, tuple[Branch, Kinds]], file: Location, path: Path,
     if name in branch.children:
         raise corrupt(file, f"the leaf {show_path(path)!r} is listed twice, or as both a leaf and a branch")
     branch.children[name] = node
+
+
+def _sort_sequence(branch: Branch, path: Path, file: Location) -> None:
+    """Put the children of a list in the order of their indices; raise if one is missing."""
+    expected = [str(index) for index in range(len(branch.children))]
+    if branch.children.keys() != set(expected):
+        found = f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}"
+        raise corrupt(file, f"{found}, expected 0 to {len(expected) - 1}")
+    branch.children = {index: branch.children[index] for index in expected}
 
 
 def _annotated(node: Node, annotation: Branch | None) -> Node:
