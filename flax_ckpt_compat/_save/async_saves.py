@@ -104,35 +104,40 @@ class AsyncManager:
 
 def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
-    real, work, here = directory.resolve(), Task(_run, task), threading.get_ident()
+    work = Task(_run, task)
     del task
+    if refusal := _submit(manager, directory.resolve(), work, lookup_timeout):
+        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
+        work.result()
+
+
+def _submit(manager: Any, directory: str, work: Task, lookup_timeout: float | None) -> str:
+    """Give a save to a manager, and register it; return "", or why the manager's pool takes no tasks."""
+    here = threading.get_ident()
+    if _is_within(manager) or here in _submitting:
+        return "none are taken within its tasks, or a call that a signal interrupted"
 
     def run() -> None:
         work.run()
         if work.thread is not None:  # else it was withdrawn
             work.result()
 
-    refusal = "none are taken within its tasks, or a call that a signal interrupted"
-    if not _is_within(manager) and here not in _submitting:
-        _submitting.append(here)
-        try:
-            future = manager.save_async(run)
-            if not isinstance(future, Future):
-                future = getattr(manager, "save_future", None)
-            if isinstance(future, Future):  # a manager without one alone raises its failures
-                _saves.append(BackgroundSave(real, work, future, lookup_timeout))
-                future.add_done_callback(lambda ended: work.withdraw() if ended.cancelled() else None)
-        except BaseException as error:
-            if not (isinstance(error, RuntimeError) and _REFUSALS.search(str(error))):
-                work.withdraw()  # it may be queued all the same
-                raise
-            refusal = str(error)  # the pool was shut down, or an exit handler or a late thread calls this
-        else:
-            return
-        finally:
-            _submitting.remove(here)
-    _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
-    work.result()
+    _submitting.append(here)
+    try:
+        future = manager.save_async(run)
+        if not isinstance(future, Future):
+            future = getattr(manager, "save_future", None)
+        if isinstance(future, Future):  # a manager without one alone raises its failures
+            _saves.append(BackgroundSave(directory, work, future, lookup_timeout))
+            future.add_done_callback(lambda ended: work.withdraw() if ended.cancelled() else None)
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and _REFUSALS.search(str(error)):
+            return str(error)  # the pool was shut down, or an exit handler or a late thread calls this
+        work.withdraw()  # it may be queued all the same
+        raise
+    finally:
+        _submitting.remove(here)
+    return ""
 
 
 def start_commit(checkpointer: Any, directory: Location, then: Callable[[], Any]) -> None:

@@ -35,10 +35,8 @@ from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupte
 from flax_ckpt_compat._save.coordination import BEGIN, COMMIT, Coordinator, Reports
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
-from flax_ckpt_compat._save.snapshot import Replicas
 from flax_ckpt_compat._trees import depth
 
-_MSGPACK_EVENT = "/jax/flax/checkpoint/save_main_ckpt_task"  # Flax's, before a msgpack file is written
 _GROUPS = 64  # of leaves, by a checksum of their names: so reports of large trees stay small
 _LOOKUP_TIMEOUTS = 4  # how many times ``coordination_timeout`` look-ups wait for this process's background save
 
@@ -76,8 +74,7 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, li
     location, meter, nbytes = request.location, request.options.meter, functools.partial(_own_nbytes, tree)
     if request.async_manager:
         meter.lap("queue")
-    if backend.format is Format.MSGPACK:
-        monitoring.record_event(_MSGPACK_EVENT)
+    _record_task(backend)
     with meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
         meter.begin(request.path, nbytes, rounds=2 if location.is_remote else 1)  # written, and sent
@@ -91,6 +88,12 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, li
         retain(request)
         meter.lap("retain")
     meter.log()
+
+
+def _record_task(backend: Backend) -> None:
+    """Record Flax's event of the task that saves a msgpack file, in the process that commits it."""
+    if backend.format is Format.MSGPACK:
+        monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
 
 
 def _save_together(request: SaveRequest, target: Any) -> None:
@@ -117,7 +120,7 @@ class _OwnSave:
     # What it writes to a temporary, which is process 0's, or for a store a local one of this process.
     part: ProcessSave = dataclasses.field(init=False)
     tree: Node = None
-    replicas: Replicas = dataclasses.field(default_factory=dict)
+    replicas: snapshot.Replicas = dataclasses.field(default_factory=dict)
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_begun: bool = False  # this process writes, or did
     publishing: bool = False  # process 0 has begun to publish
@@ -211,8 +214,7 @@ class _OwnSave:
             self.publishing = True
             (location if upload is None else upload).publish(path, new=new)
 
-        if self.backend.format is Format.MSGPACK:
-            monitoring.record_event(_MSGPACK_EVENT)
+        _record_task(self.backend)
         with self._writing():
             self.backend.finish_multiprocess(self.part)
         validation.publish(request, publish)
@@ -254,7 +256,7 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
     coordinator.barrier(COMMIT, lambda: write(request, target, written))
 
 
-def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replicas) -> dict[str, Any]:
+def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: snapshot.Replicas) -> dict[str, Any]:
     """Return what process 0 compares; JSON-serializable."""
     options, signature = request.options, f"{request.format.value} with overwrite={request.overwrite}"
     if not backend.uses_gda_folder and options.compression is not None:
