@@ -119,9 +119,8 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         **fields,
     )
     if steps.is_foreign(request.name):
-        raise ArgumentError(
-            f"{request.name!r} is no name for a checkpoint: Flax and Orbax give such to unfinished ones"
-        )
+        why = "Flax and Orbax give such to unfinished ones"
+        raise ArgumentError(f"{request.name!r} is no name for a checkpoint: {why}")
     normal(request.path)  # raises for characters that stores do not take
     with suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(request.path):

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 
 from jax import monitoring
@@ -76,9 +76,7 @@ def _is_complete(location: Location) -> bool:
     return contents.contents_of(location).is_complete
 
 
-def _counted_and_doomed(
-    request: SaveRequest, listed: CheckpointDir, names: list[str]
-) -> tuple[Collection[str], list[str]]:
+def _counted_and_doomed(request: SaveRequest, listed: CheckpointDir, names: list[str]) -> tuple[set[str], list[str]]:
     """Return the steps of this prefix that `saved_steps.counted_steps` counts, and which to remove.
 
     A look opens a file or lists a directory. So the first ones are at what decides if all count: the doomed; the step
@@ -86,17 +84,18 @@ def _counted_and_doomed(
     others, with_items = saved_by_other_prefixes(listed), request.orbax_checkpointer is not None
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
     doomed = _to_remove(request, ordered)
-    first = ordered.index(request.name) if request.name in ordered else 0
+    newest = ordered.index(request.name) if request.name in ordered else 0
     if doomed:
-        first = max(0, min(first - 1, len(ordered) - len(doomed) - request.keep))
+        newest = max(0, min(newest - 1, len(ordered) - len(doomed) - request.keep))
     going = set(doomed)
-    deciding = {*going, *ordered[first:], *(before for before, name in itertools.pairwise(ordered) if name in going)}
+    before = [before for before, name in itertools.pairwise(ordered) if name in going]
+    deciding = {*going, *before, *ordered[newest:]}
     counted = saved_steps.counted_steps(listed, list(deciding), with_items=with_items)
     if doomed and counted.keys() != deciding:
         rest = [name for name in ordered if name not in deciding]
         counted |= saved_steps.counted_steps(listed, rest, with_items=with_items)
         doomed = _to_remove(request, [name for name in ordered if name in counted])
-    return counted.keys(), [name for name in doomed if counted[name]]
+    return {*counted}, [name for name in doomed if counted[name]]
 
 
 def _may_be_evicted(request: SaveRequest) -> bool:
@@ -115,12 +114,9 @@ def _may_be_evicted(request: SaveRequest) -> bool:
 
 
 def _removed_error(request: SaveRequest) -> ConcurrentWriteError:
-    return ConcurrentWriteError(
-        f"{request.path} was saved, and is not there, or not whole, any more: another program removes what is in this "
-        "directory. Stop that, and save again; no older checkpoint was removed",
-        path=request.path,
-        errno=errno.ENOENT,
-    )
+    what = f"{request.path} was saved, and is not there, or not whole, any more: another program removes what is in"
+    remedy = "Stop that, and save again; no older checkpoint was removed"
+    return ConcurrentWriteError(f"{what} this directory. {remedy}", path=request.path, errno=errno.ENOENT)
 
 
 def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
@@ -148,10 +144,10 @@ def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], prese
     directory = request.directory if is_watched else listed.directory
 
     def going() -> Iterator[str]:
-        """Yield names, and note them; two writers that evict each other's would leave nothing."""
+        """Yield names, and note them, while the one just saved is there: two writers may evict each other's."""
         with atomic.locked(directory.path) if is_local else nullcontext():
             for name in names:
-                if not (request.location.exists() if is_local else not is_watched or _is_complete(request.location)):
+                if (is_local and not request.location.exists()) or (is_watched and not _is_complete(request.location)):
                     return
                 _log.info("Removing checkpoint at %s", directory / name)
                 begun.append(name)

@@ -114,25 +114,25 @@ class _Snapshot:
 
     def leaf(self, leaf: Any, path: Path) -> Any:
         """Return a leaf as it is saved."""
-        taken = _checked(path, plain(leaf, path), self._request)
-        if self._replicas is not None and taken is not leaf and isinstance(leaf, jax.Array):
+        value = _checked(path, plain(leaf, path), self._request)
+        if self._replicas is not None and value is not leaf and isinstance(leaf, jax.Array):
             holders = tuple(sorted(_owners(leaf.sharding)))
             if len(holders) > 1 and not prng_keys.is_prng_key(leaf) and leaf.nbytes >= _MIN_SHARED_BYTES:
                 self._replicas[path] = holders, str(leaf.dtype), leaf.shape
-        apart = prng_keys.split_key(taken)
-        if apart is taken and type(taken) is type(leaf):
-            if isinstance(taken, jax.Array):
-                self._array_types.add(type(taken))
-            elif not self._in_background or not isinstance(taken, np.ndarray):
-                self._simple_types.add(type(taken))
-        if isinstance(apart, jax.Array):  # copies on the host are filled in by `make`
-            return self._array(apart)
-        if isinstance(apart, KeyData) and isinstance(apart.data, jax.Array):
-            return KeyData(apart.impl, self._array(apart.data))
+        split = prng_keys.split_key(value)
+        if split is value and type(value) is type(leaf):  # so are others of this type
+            if isinstance(value, jax.Array):
+                self._array_types.add(type(value))
+            elif not self._in_background or not isinstance(value, np.ndarray):
+                self._simple_types.add(type(value))
+        if isinstance(split, jax.Array):  # copies on the host are filled in by `make`
+            return self._array(split)
+        if isinstance(split, KeyData) and isinstance(split.data, jax.Array):
+            return KeyData(split.impl, self._array(split.data))
         # For an array of another process, no memory is held.
-        if not self._in_background or not isinstance(apart, np.ndarray) or isinstance(leaf, jax.Array):
-            return apart
-        return self.copies.add(apart) if type(apart) is np.ndarray and not apart.dtype.hasobject else apart.copy()
+        if not self._in_background or not isinstance(split, np.ndarray) or isinstance(leaf, jax.Array):
+            return split
+        return self.copies.add(split) if type(split) is np.ndarray and not split.dtype.hasobject else split.copy()
 
     def _array(self, array: jax.Array) -> jax.Array | HostCopy:
         is_whole, is_on_host, is_quick = self._traits_of(array.sharding)

@@ -63,10 +63,8 @@ def publish(request: SaveRequest, rename: Callable[[Location, bool], None]) -> N
 
 def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
     if jax.process_count() > 1 and not request.multiprocess:  # most often, they all called it
-        message += (
-            f" Each of the {jax.process_count()} processes of this job that calls save_checkpoint saves for itself: "
-            "call it in process 0 only, or save_checkpoint_multiprocess in all."
-        )
+        what = f"Each of the {jax.process_count()} processes of this job that calls save_checkpoint saves for itself"
+        message += f" {what}: call it in process 0 only, or save_checkpoint_multiprocess in all."
     return InvalidCheckpointError(message, path=request.path)
 
 
@@ -143,10 +141,9 @@ def _extra_files(path: Location) -> list[str]:
     items, extra = dict[str, orbax_directory.Item](), list[str]()
     try:
         items.update(contents.checkpoint_at(path).items)
-    except StorageError:
-        raise
-    except CheckpointError:
-        pass
+    except CheckpointError as error:
+        if isinstance(error, StorageError):
+            raise
     for name in sorted(path.listdir()):
         if name in _ORBAX_NAMES or layout.is_upload_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
