@@ -245,10 +245,10 @@ def _file(path: Location) -> Contents:
     if look is None:
         lost = _missing_array(path, head)
         return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
-    read_by = formats.layout_of(path, look)
-    items = {"": Item(Format.MSGPACK, path, layout=read_by)} if read_by else {}
-    kind = Layout.READ_ONLY if read_by else Layout.FILE
-    return Contents(path, State.FOREIGN, look, kind, items, is_one_checkpoint=bool(read_by))
+    if not (read_by := formats.layout_of(path, look)):
+        return Contents(path, State.FOREIGN, look, Layout.FILE)
+    items = {"": Item(Format.MSGPACK, path, layout=read_by)}
+    return Contents(path, State.FOREIGN, look, Layout.READ_ONLY, items, is_one_checkpoint=True)
 
 
 def _missing_array(file: Location, head: bytes) -> str | None:
@@ -301,19 +301,13 @@ def _directory(path: Location, names: set[str]) -> Contents:
         # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
         is_named = names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *orbax_directory.RANDOM_KEYS))
         is_one = bool(is_named or orbax_directory.only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(path.name))
-    return dataclasses.replace(
-        found,
-        state=State.INCOMPLETE if why else State.COMPLETE,
-        why=why,
-        is_upload=upload is not None,
-        is_marked=bool(names.intersection(MARKERS)),
-        is_one_checkpoint=is_one,
-    )
+    state = State.INCOMPLETE if why else State.COMPLETE
+    return dataclasses.replace(found, state=state, why=why, is_upload=upload is not None, is_one_checkpoint=is_one)
 
 
 def _described(path: Location, names: set[str]) -> Contents:
     """Return layout, items, unknown items and, as ``why``, what is missing of a directory; no layout if it is none."""
-    described = functools.partial(Contents, path, State.COMPLETE)
+    described = functools.partial(Contents, path, State.COMPLETE, is_marked=bool(names.intersection(MARKERS)))
     if orbax_directory.is_tree(path, names):
         kind = Layout.T5X if orbax_directory.is_t5x(path, names) else Layout.TREE
         return described(orbax_directory.missing_in_tree(path, names) or "", kind, {"": Item(Format.ORBAX, path)})
@@ -322,7 +316,7 @@ def _described(path: Location, names: set[str]) -> Contents:
     if not names.intersection(others) and orbax_directory.is_folder_of_arrays(path, names):
         return described(_LOST_STRUCTURE, Layout.ARRAYS)
     handlers = orbax_directory.recorded_handlers(path, names)
-    flat = handlers.get("", "")
+    flat = handlers.get("", "")  # of a directory that is one item
     if flat and (part := orbax_directory.missing_part(path, names, flat)):
         kind = Layout.JSON if "Json" in flat else Layout.TREE
         return described(f"{part} {orbax_directory.RECORDED}", kind)

@@ -22,7 +22,7 @@ from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._core.text_formatting import one_line, printable
 from flax_ckpt_compat._discovery import contents, foreign, saved_steps, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Contents, Layout, State
 from flax_ckpt_compat._discovery.orbax_directory import names_in
@@ -136,15 +136,14 @@ def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
     number = steps.step_of(path.name, checkpoint_dir.prefix)
     if alike := [entry for entry in directory.steps or directory.other_family if entry.step == number]:
         return LocatedCheckpoint(alike[-1].location, named=True)  # the same number, spelt otherwise
+    missing = f"Matching checkpoint not found: {path}"
     if available := [entry.text for entry in saved_steps.available_in(directory)]:
-        known = f"available steps: {', '.join(available)}"
+        known = f"available steps: {one_line(available)}; pass one of them, or leave out the step for the latest"
     elif root.isfile() or contents.is_certainly_orbax(root):
         known = f"{root} is itself a checkpoint; leave out the step"
     else:
-        absence = none_in(checkpoint_dir, directory.names)
-        raise absence.error(path, f"Matching checkpoint not found: {path} (", ")")
-    message = f"Matching checkpoint not found: {path} ({known})"
-    raise errors.CheckpointNotFoundError(message, path=path.path)
+        raise none_in(checkpoint_dir, directory.names).error(path, f"{missing} (", ")")
+    raise errors.CheckpointNotFoundError(f"{missing} ({known})", path=path.path)
 
 
 def read_found(
@@ -176,11 +175,7 @@ def read_found(
                 return read(found.location.listed())
         except Exception as error:
             if not _has_changed(found, before, error, checkpoint_dir):
-                # `diff` reads one checkpoint within the other, and rules read more: an error may be of another one.
-                ours = (f"{found.location.path}/", f"{found.location.path}{steps.ARRAYS_POSTFIX}/")
-                is_of_it = f"{getattr(error, 'path', None)}/".startswith(ours)
-                if isinstance(error, foreign.UNUSABLE) and is_of_it and not found.named:
-                    _add_older_step(error, checkpoint_dir, found.location)
+                _add_older_step(error, found, checkpoint_dir)
                 raise
             if found.named and not is_there(found.location):
                 raise removed_error(found.location) from error
@@ -193,11 +188,16 @@ def read_found(
     return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root)
 
 
-def _add_older_step(error: errors.CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
-    """Add to the error of the latest step which older one looks complete, in a look of its own: others may be gone."""
+def _add_older_step(error: Exception, latest: LocatedCheckpoint, checkpoint_dir: CheckpointDir) -> None:
+    """Add to an error of damage in the latest step which older one looks complete."""
+    path = latest.location.path
+    # `diff` reads one checkpoint within the other, and rules read more: an error may be of another one.
+    is_of_it = f"{getattr(error, 'path', None)}/".startswith((f"{path}/", f"{path}{steps.ARRAYS_POSTFIX}/"))
+    if latest.named or not is_of_it or not isinstance(error, foreign.UNUSABLE):
+        return
     with suppress(errors.CheckpointError, OSError):
-        directory = Directory(checkpoint_dir, tolerant=True)
-        if one := directory.newest(lambda found: found.is_complete and found.location != path):
+        directory = Directory(checkpoint_dir, tolerant=True)  # a look of its own: steps may be gone since
+        if one := directory.newest(lambda found: found.is_complete and found.location != latest.location):
             errors.add_sentence(error, f"The newest other one that looks complete is {one.name}: pass step {one.text}.")
 
 
@@ -279,9 +279,9 @@ def absent(path: Location) -> Absence:
     with suppress(*_FAILURES):
         if outer := contents.checkpoint_around(path):
             return Absence(f"{missing}, and would be a part of the checkpoint {outer}", "pass that path")
-        above, name = path.parent, path.name
+        above, name, rest = path.parent, path.name, ""
         while not above.isdir():
-            above, name = above.parent, above.name
+            above, name, rest = above.parent, above.name, f"/{name}{rest}"
         if name.startswith("~"):
             return Absence(missing, "'~' is not expanded, so pass os.path.expanduser(path)")
         names = [one for one in steps.natural_sort(above.listdir(), signed=False) if not one.startswith(".")]
@@ -290,7 +290,8 @@ def absent(path: Location) -> Absence:
         alike = [one for one in alike if _DIGITS.sub("", one) != _DIGITS.sub("", name) or is_checkpoint(above / one)]
         if alike and above.path != "/":
             is_typo = difflib.SequenceMatcher(None, name, alike[0]).ratio() >= _TYPO
-            return Absence(missing, f"did you mean {a_few([(above / one).path for one in alike])}?", not is_typo)
+            meant = [one + rest for one in alike if (above / f"{one}{rest}").exists()] or alike
+            return Absence(missing, f"did you mean {a_few([(above / one).path for one in meant])}?", not is_typo)
         there = "" if above.path == "/" else f"; {printable(above.path, one_line=True)} has {a_few(names) or 'nothing'}"
         return Absence(missing, f"check the path{there}", is_start=True)
     return Absence(missing, is_start=True)

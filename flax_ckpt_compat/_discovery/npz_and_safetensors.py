@@ -53,7 +53,6 @@ _PIECE, _BUFFER = 16 * 2**20, 64 * 2**10
 _ENCRYPTED = 1  # a flag
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _BAD_HEADER = (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError)
-_Kind = type[errors.CorruptCheckpointError]  # of damage
 _LZMA = [zipfile.lzma.LZMAError] if zipfile.lzma else []  # type: ignore[attr-defined]  # a Python may lack it
 # OSErrors without a number are those of bz2: what cannot be read is a StorageError by then.
 _DAMAGE = (
@@ -155,21 +154,19 @@ class NpzReader(_WholeReader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
         if handle is not None:
-            with self._opened(handle.locator, handle.name, errors.ChecksumError) as stream:
+            with self._opened(handle.locator, handle.name) as stream:
                 while stream.read(_PIECE):
                     pass
         return True
 
     @contextmanager
-    def _opened(
-        self, member: zipfile.ZipInfo | errors.CheckpointError, name: str, kind: _Kind = errors.CorruptCheckpointError
-    ) -> Iterator[IO[bytes]]:
+    def _opened(self, member: zipfile.ZipInfo | errors.CheckpointError, name: str) -> Iterator[IO[bytes]]:
         """Open the member of an array; raise the error in its place."""
         if isinstance(member, errors.CheckpointError):
             raise member
         _check_open(self._sources[0])
         with (
-            _naming_damage(self.location, f"{name} does not decode", name, kind),
+            _naming_damage(self.location, f"{name} does not decode", name),
             self._archive.zipped.open(member) as stream,
         ):
             yield stream
@@ -279,10 +276,10 @@ class SafetensorsReader(_WholeReader):
         if stop > source.size - data or stop - start != nbytes or nbytes < 0 or data + start != begin:
             found = f"{start} to {stop} of {source.size - data}, and needs {nbytes} from {begin - data}"
             raise _damaged(file, f"{printable(name, one_line=True)} has bytes {found}", show_path(path))
-        if dtype is not None:
-            return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
-        about = name, self, (file, entry["dtype"])
-        return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, *about)
+        if dtype is None:
+            unread = (file, entry["dtype"])
+            return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, unread)
+        return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, begin))
 
     def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
         """See `_WholeReader.read_whole`."""
@@ -343,18 +340,14 @@ def _check_open(source: Source) -> None:
         raise errors.StorageError(f"{source.path}: the checkpoint was closed; open it again", path=source.path)
 
 
-def _damaged(
-    file: Location, what: str, leaf: str | None = None, kind: _Kind = errors.CorruptCheckpointError
-) -> errors.CorruptCheckpointError:
+def _damaged(file: Location, what: str, leaf: str | None = None) -> errors.CorruptCheckpointError:
     """Return the error for a file of another program that is damaged; ``what`` says how."""
     message = f"{file}: {what}; restore the file from a backup, or download it again"
-    return kind(message, path=file.path, leaf=leaf)
+    return errors.CorruptCheckpointError(message, path=file.path, leaf=leaf)
 
 
 @contextmanager
-def _naming_damage(
-    file: Location, what: str, leaf: str | None = None, kind: _Kind = errors.CorruptCheckpointError
-) -> Iterator[None]:
+def _naming_damage(file: Location, what: str, leaf: str | None = None) -> Iterator[None]:
     """Raise `_damaged` for what does not decode."""
     with translated(file.path):
         try:
@@ -365,7 +358,7 @@ def _naming_damage(
                 raise
             if isinstance(cause.__context__, errors.StorageError):  # of which zipfile says that it is no archive
                 raise cause.__context__ from cause.__context__.__cause__
-            raise _damaged(file, f"{what} ({cause!r:.200})", leaf, kind) from cause
+            raise _damaged(file, f"{what} ({cause!r:.200})", leaf) from cause
 
 
 def _check_depth(file: Location, levels: int) -> None:

@@ -13,6 +13,7 @@ from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, foreign, formats, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import Item, ItemKind, arrays_below, names_in
@@ -64,7 +65,7 @@ class Opened:
         for name, one in found.items.items():
             self.items[name] = dataclasses.replace(one, location=one.location.unlisted())
         if found.unknown and warns:
-            _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
+            _log.warning("%s: items of an unknown kind are left out: %s", path, one_line(found.unknown))
 
     @property
     def path(self) -> str:
@@ -98,7 +99,7 @@ class Opened:
             try:
                 self._readers[item] = self._open.enter_context(closing(self._reader(item)))
             except foreign.UNUSABLE as error:
-                if others := ", ".join(name for name in self.items if name != item):
+                if others := one_line(name for name in self.items if name != item):
                     sentence = f"Other items of this step may be whole, and restore by their names: {others}."
                     errors.add_sentence(error, sentence)
                 raise
@@ -160,12 +161,12 @@ def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: b
     """Return the contents with these items alone; raise ArgumentError for a name that is not an item's."""
     wanted, known = set(names), (*found.items, *found.unknown)
     if absent := sorted(wanted.difference(known)):
-        there = ", ".join(filter(None, known))
+        there = one_line(filter(None, known))
         what = f"its items are {there}" if there else "it is one tree, without items; leave item out"
         raise errors.ArgumentError(f"{found.location} has no item {absent[0]!r}: {what}", path=found.location.path)
     if not allows_unknown and wanted.isdisjoint(found.items):
         what = f"{found.location}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it"
-        remedy = f"use the orbax_checkpointer of it, or another item: {', '.join(found.items) or 'there is none'}"
+        remedy = f"use the orbax_checkpointer of it, or another item: {one_line(found.items) or 'there is none'}"
         raise errors.UnrecognizedFormatError(f"{what}; {remedy}", path=found.location.path)
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))

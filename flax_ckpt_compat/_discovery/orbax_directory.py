@@ -277,21 +277,20 @@ def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
 def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
     """Return the named items of a manager's step or a v1 directory, of known kinds; ``handlers`` are the recorded."""
     handlers, is_marked = handlers or {}, bool(names.intersection(ITEMS_MARKERS))
-    found, whole = dict[str, Item](), dict[str, set[str]]()
-    items_of = dict[str, Item]()  # of those that may be checkpoints of their own
+    items, whole = dict[str, Item](), dict[str, set[str]]()  # what is in the second may be a checkpoint of its own
     for name in sorted(names):
         child = path / name
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
         if name.startswith(layout.PROCESS_PREFIX) or temporaries.parse(name) or not child.isdir():
             continue
         inside = names_in(child)
-        is_whole = name not in handlers and is_checkpoint_itself(name, inside, is_marked)
-        if is_whole:
-            whole[name] = inside
         if (item := item_of(child, inside, handlers.get(name, ""))) is not None:
-            (items_of if is_whole else found)[name] = item
-    chosen = _items_among(path, found, whole, is_marked) if whole else ()
-    return dict(sorted((found | {name: items_of[name] for name in chosen if name in items_of}).items()))
+            items[name] = item
+        if name not in handlers and is_checkpoint_itself(name, inside, is_marked):
+            whole[name] = inside
+    sure = {name: item for name, item in items.items() if name not in whole}
+    chosen = _items_among(path, sure, whole, is_marked) if whole else ()
+    return {name: item for name, item in items.items() if name in sure or name in chosen}
 
 
 def _items_among(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat._core.errors import MissingPathError, PermissionDeniedError, StorageError
 from flax_ckpt_compat._core.location import Location
@@ -46,35 +46,46 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
             if folder == root:
                 raise
             continue  # another program removed it meanwhile
-        found, inside = list[Location](), list[Location]()
+        checkpoints, folders = list[Location](), list[Location]()
         is_prefix = functools.cache(functools.partial(_is_prefix, folder, names))
-        numbers = [name for name in names if name.isdecimal()]  # steps of a manager, if one of them is
-        steps_there = numbers if any(map(is_step_of_manager, (folder / name for name in numbers))) else ()
-        for name in names:
-            path, split = folder / name, steps.split_step(name)
-            is_named = steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
-            if steps.is_foreign(name):
-                continue
+        is_manager = any(is_step_of_manager(folder / name) for name in names if name.isdecimal())
+        for path in (folder / name for name in names if not steps.is_foreign(name)):
             if not path.isdir():
-                is_named = is_named or name.endswith(MSGPACK_SUFFIX) or bool(split and is_prefix(split[0]))
-                one = contents_of(path) if is_named else None
-                # The first bytes of a damaged checkpoint may look like nothing that is known.
-                if one and (one.state is not State.FOREIGN or foreign.is_unknown_look(one.why)):
-                    found.append(path)
+                checkpoints += [path] * _is_checkpoint_file(path, is_prefix)
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
                 try:
-                    is_empty_step = (is_named or name in steps_there) and not path.listdir()
-                    (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
+                    is_one = _is_checkpoint_folder(path, may_be_step=is_manager and path.name.isdecimal())
+                    (checkpoints if is_one else folders).append(path)
                 except MissingPathError:
-                    continue  # another program removed it meanwhile
+                    pass  # another program removed it meanwhile
                 except PermissionDeniedError as error:
-                    if error.path in (None, path.path):
-                        denied.append(error)
-                    else:  # something in it
-                        (found if names_in(path).intersection(MARKERS) else inside).append(path)
-        yield folder, found
-        pending += reversed(inside)
+                    denied.append(error)
+        yield folder, checkpoints
+        pending += reversed(folders)
+
+
+def _is_checkpoint_file(path: Location, is_prefix: Callable[[str], bool]) -> bool:
+    split = steps.split_step(path.name)
+    if not (_is_named(path.name) or path.name.endswith(MSGPACK_SUFFIX) or (split and is_prefix(split[0]))):
+        return False
+    found = contents_of(path)
+    # The first bytes of a damaged checkpoint may look like nothing that is known.
+    return found.state is not State.FOREIGN or foreign.is_unknown_look(found.why)
+
+
+def _is_checkpoint_folder(path: Location, *, may_be_step: bool) -> bool:
+    """Return whether a folder is a checkpoint, or an empty one by its name; raise if it may not be listed."""
+    try:
+        return ((may_be_step or _is_named(path.name)) and not path.listdir()) or _is_checkpoint(path)
+    except PermissionDeniedError as error:
+        if error.path in (None, path.path):
+            raise
+        return bool(names_in(path).intersection(MARKERS))  # something in it is denied
+
+
+def _is_named(name: str) -> bool:
+    return steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
 
 
 def _is_checkpoint(path: Location) -> bool:

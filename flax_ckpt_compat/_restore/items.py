@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.errors import (
     NameCollisionError,
     UnrecognizedFormatError,
 )
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.saved_steps import log_once
@@ -61,7 +62,7 @@ def _check_all_known(opened: opening.Opened) -> None:
     if unread := opened.contents.unread:
         name = next(iter(opened.items))
         raise UnrecognizedFormatError(
-            f"{opened.path} has items that only the handlers which wrote them can read: {', '.join(unread)}. Pass a "
+            f"{opened.path} has items that only the handlers which wrote them can read: {one_line(unread)}. Pass a "
             f"target for the others, or restore one: item={name!r} of restore, or its path, {opened.location / name}.",
             path=opened.path,
         )
@@ -72,7 +73,7 @@ def _log_omitted_json(opened: opening.Opened) -> None:
     if opened.trees and rest:
         log_once(
             (opened.path, "json"),
-            f"{opened.path}: left out of the result, which is one tree: JSON of {', '.join(rest)}; pass a target with "
+            f"{opened.path}: left out of the result, which is one tree: JSON of {one_line(rest)}; pass a target with "
             f"these names, or restore one: item={rest[0]!r} of restore, or its path, {opened.items[rest[0]].location}",
         )
 
@@ -128,8 +129,8 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any] | None, optio
     plans = {name: _plan_part(opened, name, tree, parts.get(name), options) for name in names}
     if isinstance(tree, Branch):
         as_stored = {name: tree.children.get(name) for name in names}  # items without a target
-        for plan in plans.values():
-            plan.all_items = tree, Branch(as_stored | nodes)
+        for name, plan in plans.items():
+            plan.item, plan.all_items = name, (tree, Branch(as_stored | nodes))
     return RestorePlan(plans, True)
 
 
@@ -186,7 +187,7 @@ def _choose_item(
     are a choice there too. Raise KindMismatchError if there is no tree, or nothing decides."""
     if not opened.trees:
         raise KindMismatchError(
-            f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
+            f"{opened.path} holds no tree of arrays, only JSON ({one_line(opened.items)}); restore it without a "
             "target, or with a dict of these names",
             path=opened.path,
         )
@@ -196,15 +197,15 @@ def _choose_item(
     fits = [_fit(opened, name, target, wanted, options) for name in opened.trees]
     if prefers_all or options.transforms.rules:
         fits.append(_fit_of_all(fits, opened, target, wanted, options))
-    ranks = [(not fit.error and fit.found == len(wanted) and not fit.unused, fit.found) for fit in fits]
-    equals = [fit for fit, rank in zip(fits, ranks, strict=True) if rank == max(ranks)]
     more = f" and {len(fits) - _MAX_SHOWN} more" if len(fits) > _MAX_SHOWN else ""
     shown = ", ".join(fit.shown(len(wanted)) for fit in fits[:_MAX_SHOWN]) + more
-    by_name = {fit.name: fit for fit in equals if fit.error is None} or {fit.name: fit for fit in equals}
     told = f"Its items fit the target so: {shown}."
-    if _ALL in by_name and (prefers_all or len(by_name) == 1):
+    ranks = [(not fit.error and fit.found == len(wanted) and not fit.unused, fit.found) for fit in fits]
+    equals = [fit for fit, rank in zip(fits, ranks, strict=True) if rank == max(ranks)]
+    best = {fit.name: fit for fit in equals if fit.error is None} or {fit.name: fit for fit in equals}
+    if _ALL in best and (prefers_all or len(best) == 1):
         return _ALL, told
-    names = [name for name in by_name if name != _ALL]
+    names = [name for name in best if name != _ALL]
     chosen = names[0] if len(names) == 1 else next((name for name in layout.TREE_ITEMS if name in names), None)
     if chosen is None:
         raise KindMismatchError(
@@ -212,7 +213,7 @@ def _choose_item(
             f"one: item={names[0]!r} of restore, or its path, {opened.location / names[0]}.",
             path=opened.path,
         )
-    if (error := by_name[chosen].error) is not None:
+    if (error := best[chosen].error) is not None:
         raise error
     return chosen, told
 

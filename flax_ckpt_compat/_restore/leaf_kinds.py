@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
-from flax_ckpt_compat._core.text_formatting import literal
+from flax_ckpt_compat._core.text_formatting import literal, one_line
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, joined, show_path
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
@@ -107,7 +107,7 @@ def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
 def other_type(path: Path, stored: Sequence[str], left: Sequence[str]) -> KindDifference:
     """Return the difference for a stored namedtuple or dataclass with fields that the target's lacks."""
     hint = "It is of another type, such as another optimizer's: see rules.optimizer_state, or rules.drop the fields."
-    fields, wanted = f"the fields {', '.join(stored)}", f"one without {', '.join(left)}"
+    fields, wanted = f"the fields {one_line(stored)}", f"one without {one_line(left)}"
     return KindDifference(path, fields, wanted, hint, is_leaf=False, is_cut=True)
 
 

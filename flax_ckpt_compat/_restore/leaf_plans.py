@@ -43,27 +43,29 @@ class LeafPlanner:
         """Plan a stored array for a target's leaf, or for None; quick for those that are not cast."""
         if type(target) in self.host_types and not (handle.possible_kinds or handle.in_gda_folder):
             return LeafPlan(path, handle, target, True)
-        if not self._casts and not handle.possible_kinds:
-            is_array = self._types(type(target))
-            on_device = is_array is None or self._on_device or handle.in_gda_folder
-            if is_array is False or (not on_device and self._is_one_device()):
-                self.host_types.add(type(target))
-                return LeafPlan(path, handle, target, True)
-            if is_array or self._is_as_stored(handle, target):
-                # Most are equal to the one before, and few are the same: one object for equal ones is found faster.
-                sharding, is_single, is_local, least = self._traits_of(target.sharding)
-                if is_single and not on_device:
-                    return LeafPlan(path, handle, target, True)
-                dtype, kept = handle.dtype, target.dtype
-                is_held = self._held(dtype) and (kept is dtype or isinstance(kept, np.dtype))
-                if is_single and is_held and len(handle.shape) >= least:
-                    return LeafPlan(path, handle, target, True, sharding)
-                if is_held and not is_single and self._fits(sharding, handle.shape):
-                    # One small chunk is read whole in less time than its slices.
-                    is_small = is_local and handle.nbytes < _SMALL_BYTES
-                    is_whole = is_small and handle.reader.chunks_of(handle)[0] == handle.shape
-                    slices = None if is_whole else placement.slices(handle, sharding)
-                    return LeafPlan(path, handle, target, slices is None, sharding, None, slices)
+        if self._casts or handle.possible_kinds:
+            return self.stored(path, handle, target)
+        is_array = self._types(type(target))
+        on_device = is_array is None or self._on_device or handle.in_gda_folder
+        if is_array is False or (not on_device and self._is_one_device()):
+            self.host_types.add(type(target))
+            return LeafPlan(path, handle, target, True)
+        if not is_array and not self._is_as_stored(handle, target):
+            return self.stored(path, handle, target)
+        # Most are equal to the one before, and few are the same: one object for equal ones is found faster.
+        sharding, is_single, is_local, least = self._traits_of(target.sharding)
+        if is_single and not on_device:
+            return LeafPlan(path, handle, target, True)
+        dtype, kept = handle.dtype, target.dtype
+        is_held = self._held(dtype) and (kept is dtype or isinstance(kept, np.dtype))
+        if is_held and is_single and len(handle.shape) >= least:
+            return LeafPlan(path, handle, target, True, sharding)
+        if is_held and not is_single and self._fits(sharding, handle.shape):
+            # One small chunk is read whole in less time than its slices.
+            is_small = is_local and handle.nbytes < _SMALL_BYTES
+            is_whole = is_small and handle.reader.chunks_of(handle)[0] == handle.shape
+            slices = None if is_whole else placement.slices(handle, sharding)
+            return LeafPlan(path, handle, target, slices is None, sharding, None, slices)
         return self.stored(path, handle, target)
 
     def _is_as_stored(self, handle: LeafHandle, target: Any) -> bool:
@@ -97,12 +99,12 @@ class LeafPlanner:
                 self._check(leaf, name, handle.shape[:-1], None, on_device)
             return leaf
         if kind is LeafKind.ARRAY:
-            leaf.cast = self._wanted_dtype(target)
-            leaf.cast = None if leaf.cast == dtype else leaf.cast
-        elif (cast := leaf_kinds.cast_of_number(kind, dtype, target, self._casts)) is not None:
-            leaf.cast = cast
+            wanted = self._wanted_dtype(target)
+            leaf.cast = None if wanted == dtype else wanted
         else:
-            return leaf
+            leaf.cast = leaf_kinds.cast_of_number(kind, dtype, target, self._casts)
+            if leaf.cast is None:
+                return leaf
         leaf.sharding = placement.wanted_sharding(target, on_device)
         self._check(leaf, name, handle.shape, dtype, on_device)
         if kind is not LeafKind.ARRAY or prng_keys.is_prng_key(target):

@@ -137,12 +137,10 @@ def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) ->
             if prng_keys.has_implementation(value.impl):
                 raise
             return leaf_kinds.data_of_unknown_key(value, handle, leaf.target)
-    if kind is LeafKind.ARRAY:
+    if kind is LeafKind.ARRAY or (cast is not None and leaf_kinds.wants_array(leaf.target)):
         return put(np.asarray(value), leaf.sharding, cast)
     if cast is None:
         return value
-    if leaf_kinds.wants_array(leaf.target):
-        return put(np.asarray(value), leaf.sharding, cast)
     number = cast(np.asarray(value))
     return number[()] if isinstance(leaf.target, np.generic) else number.item()
 

@@ -71,8 +71,9 @@ class TreePlan:
     options: RestoreOptions
     target: state_dict.TargetTree | None  # the user's tree, or None
     tree: Node  # the checkpoint's tree after the rules
-    # Of a checkpoint of several items: the tree of all of them, after the rules, and all their targets. Rules name
-    # leaves in these.
+    # Of a checkpoint of several items: the name of this one; and the tree of all of them, after the rules, with all
+    # their targets, in which rules name leaves.
+    item: str = ""
     all_items: tuple[Node, Node] | None = None
     leaves: list[LeafPlan] = dataclasses.field(default_factory=list)  # every leaf of the result, in its order
     # Key paths in the target whose nodes are restored as stored → what is stored there. Without a target, the whole

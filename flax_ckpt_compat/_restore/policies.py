@@ -180,11 +180,8 @@ def _refused(plan: TreePlan, tree: Node) -> list[Path]:
     """Return what a restore would refuse if the plan's tree, or that of all items, were another one."""
     if plan.target is None:
         return []
-    item: Path = ()  # in which the leaves' paths are
-    if plan.all_items is not None:
-        item = next((name,) for name, node in plan.all_items[1].children.items() if node is plan.target.node)
-        tree = node_at(tree, item) or Branch({})
-    again = plan_tree(plan.reader, tree, plan.target, plan.options, plan.location)
+    item: Path = () if plan.all_items is None else (plan.item,)  # in which the leaves' paths are
+    again = plan_tree(plan.reader, node_at(tree, item) or Branch({}), plan.target, plan.options, plan.location)
     why: dict[type, list[Path]] = {
         errors.MissingLeavesError: again.missing,
         errors.KindMismatchError: [one.path for one in again.kinds],
@@ -209,7 +206,7 @@ def _proposal(plan: TreePlan) -> str:
         return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if plan.options.transforms.rules else ""
     but = f", but {found.doubts[0]}: check the result" if found.doubts else ""
-    what = "a part of it" if found.remaining else "it"
+    what = f"a part of it (not {one_line(found.remaining)})" if found.remaining else "it"
     return f"These rules would map {what} to the target{after} (orbax_transforms= in restore_checkpoint){but}:\n{found}"
 
 

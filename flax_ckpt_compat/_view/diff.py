@@ -218,10 +218,9 @@ def _same(one: Any, other: Any) -> bool:
     """Return whether texts, bytes, or PRNG keys and their data are the same: no key is near another one."""
     if not (isinstance(one, KeyData) or isinstance(other, KeyData)):
         return type(one) is type(other) and bool(one == other)
-    (impl, data), (impl_of_other, others) = (
-        (key.impl, key.data) if isinstance(key, KeyData) else (None, key) for key in (one, other)
-    )
-    return (None in (impl, impl_of_other) or impl == impl_of_other) and np.array_equal(data, others)
+    implementations = {key.impl for key in (one, other) if isinstance(key, KeyData)}
+    data = [key.data if isinstance(key, KeyData) else key for key in (one, other)]
+    return len(implementations) == 1 and np.array_equal(*data)
 
 
 def _same_type(a: LeafHandle, b: LeafHandle) -> bool:

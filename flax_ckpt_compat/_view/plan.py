@@ -331,7 +331,8 @@ def _verdict(plan: Plan) -> Iterator[Line]:
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
             yield Line(printable(str(tree.problems[0]) if tree.problems else shape_remedies(tree, tree.shapes)))
     elif not (found.doubts and found.rules and is_explained):
-        heading = "These rules would map it" if found.confident else "These rules would map a part of it"
+        rest = f" (not {one_line(found.remaining)})" if found.remaining else ""
+        heading = "These rules would map it" if found.confident else f"These rules would map a part of it{rest}"
         if not found.rules:
             heading = "Nothing that is stored fits there. Where the target's own values are wanted"
         if found.doubts:

@@ -171,8 +171,6 @@ def write_page(file: str, title: str, parts: Iterable[str]) -> None:
 def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     """Return rows as lines with aligned columns, those in ``right`` to the right, without trailing blanks."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(pairs))
-        for pairs in (tuple(zip(row, widths, strict=True)) for row in rows)
-    )
+    pads = [str.rjust if n in right else str.ljust for n in range(len(widths))]
+    lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]

@@ -136,28 +136,29 @@ def _rows_of(
 ) -> Iterator[_Row]:
     """Yield the row of a node, or of equal ones, with these leaves and empty nodes, and all below it."""
     handles = [chosen.leaves[path] for path in paths if path in chosen.leaves]
-    totals = f"{above}{name}", name, level, len(handles), sum(handle.nbytes for handle in handles)
+    row = _Row(f"{above}{name}", name, level, len(handles), sum(handle.nbytes for handle in handles))
     rest = [path for path in paths if len(path) > level]  # JSON items may be beside a tree that is one leaf
     if not rest:
         found = [chosen.stats[path] for path in paths if path in chosen.stats] if chosen.stats else []
         stats = functools.reduce(Stats.merge, found, Stats()) if found else None
-        yield _Row(*totals, *types[paths[0]], stats)
+        kind, sharding = types[paths[0]]
+        yield dataclasses.replace(row, type=kind, sharding=sharding, stats=stats)
         return
-    yield _Row(*totals)
+    yield row
     below: dict[str, list[Path]] = {}
     for path in rest:
         below.setdefault(show_path((path[level],)), []).append(path)
     if all(one.isascii() and one.isdecimal() for one in below):  # items of lists and tuples: empty ones came last
         below = dict(sorted(below.items(), key=lambda one: (len(one[0]), one[0])))
     forms: dict[Any, str] = {}  # equal for subtrees of equal names, types and shardings
-    rows = []
+    children = []
     for one, inside in below.items():
         form = tuple((path[level + 1 :], types[path]) for path in inside) if folds else one
-        rows.append(Row((one,), (forms.setdefault(form, str(len(forms))),)))
+        children.append(Row((one,), (forms.setdefault(form, str(len(forms))),)))
     root = f"{above}{name}/" if level else ""
-    for row in fold(rows):
-        inside = [path for one in row.members for path in below[one.names[0]]]
-        yield from _rows_of(chosen, types, inside, root, row.names[0], level + 1, folds=folds)
+    for child in fold(children):
+        inside = [path for one in child.members for path in below[one.names[0]]]
+        yield from _rows_of(chosen, types, inside, root, child.names[0], level + 1, folds=folds)
 
 
 def title(chosen: ChosenLeaves) -> str:

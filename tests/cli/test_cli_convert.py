@@ -124,7 +124,7 @@ def test_target_and_transforms_are_loaded(runs: Path, tmp_path: Path, monkeypatc
         (("runs", "runs/../runs/", "--to", "manager"), "runs is in the source"),
         (("runs/checkpoint_1", "runs/checkpoint_1", "--to", "orbax"), "checkpoint_1 is in the source"),
         (("runs", "out", "--to", "zip"), "'zip' is not one of 'orbax', 'msgpack', 'manager', 'v1', 'safetensors'"),
-        (("runs", "out", "--to", "orbax", "--step", "9"), "available steps: 1, 2"),
+        (("runs", "out", "--to", "orbax", "--step", "9"), "available steps: 1, 2; pass one of them"),
         (("runs", "out"), "Missing option '--to'"),
     ],
 )

@@ -300,7 +300,7 @@ def test_polling_warns_once(flag: bool, tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [
-        *{"experimnet/a": "experiment", "base_lines/a": "baselines", "runs_lagre": "runs_large"}.items(),
+        *{"experimnet/a": "experiment/a", "experimnet/c/d": "experiment", "runs_lagre": "runs_large"}.items(),
         *dict.fromkeys(("runs/b", "runz/b", "exp_b", "2024-05-02", "new")).items(),  # other runs
     ],
 )

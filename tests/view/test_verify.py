@@ -231,7 +231,7 @@ def test_steps(tmp_path: Path) -> None:
     of_flax(tmp_path, 1)
     of_flax(tmp_path, 2)
     assert [Path(one.path).name for one in verify(tmp_path, step=2).checkpoints] == ["checkpoint_2"]
-    with pytest.raises(errors.CheckpointNotFoundError, match="available steps: 1, 2"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="available steps: 1, 2; pass one of them"):
         verify(tmp_path, step=3)
 
 
