@@ -187,14 +187,12 @@ def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
             yield from iter_branches(child, (*path, name))
 
 
-def topmost(node: Node, paths: Set[Path], path: Path = ()) -> Iterator[Path]:
-    """Yield the key paths of the topmost nodes below the root with all their leaves in ``paths``."""
-    leaves = {leaf for leaf, _ in iter_leaves(node, path)} if paths else paths
-    if path and leaves <= paths:
-        yield path
-    elif isinstance(node, Branch) and not leaves.isdisjoint(paths):
-        for name, child in node.children.items():
-            yield from topmost(child, paths, (*path, name))
+def topmost(node: Node, paths: Set[Path]) -> list[Path]:
+    """Return the key paths of the topmost nodes below the root with all their leaves in ``paths``."""
+    leaves = [path for path, _ in iter_leaves(node) if path] if paths else []
+    held = {path[:end] for path in leaves if path not in paths for end in range(len(path))}
+    ways = ((path[:end] for end in range(1, len(path) + 1)) for path in leaves if path in paths)
+    return [*dict.fromkeys(next(top for top in way if top not in held) for way in ways)]
 
 
 def node_at(node: Node, path: Path) -> Node:
@@ -229,22 +227,24 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None, origins: Mapping[
             shown = show_path(path)
             raise NameCollisionError(f"{shown} would be two leaves, or lie below a leaf or above one", leaf=shown)
         node.children[path[-1]] = leaf
-    return root if like is None else _in_containers(root, like, origins or {})[0]
+    if like is not None:
+        _take_containers(root, like, origins or {})
+    return root
 
 
-def _in_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: Path = ()) -> tuple[Node, Path | None]:
-    """Return a node in the containers of the branch that it was, else of that at its path, and the path that it had."""
+def _take_containers(node: Node, like: Node, origins: Mapping[Path, Path], path: Path = ()) -> Path | None:
+    """Give a new node the container of the branch that it was, else of that at its path; return the path it had."""
     if not isinstance(node, Branch) or not node.children:
-        return node, origins.get(path, path)
-    found = {name: _in_containers(child, like, origins, (*path, name)) for name, child in node.children.items()}
-    children = {name: child for name, (child, _) in found.items()}
-    olds = {old[:-1] for name, (_, old) in found.items() if old and old[-1] == name}
+        return origins.get(path, path)
+    had = {name: _take_containers(child, like, origins, (*path, name)) for name, child in node.children.items()}
+    olds = {old[:-1] for name, old in had.items() if old and old[-1] == name}
     old = olds.pop() if len(olds) == 1 else None
-    places = [node_at(like, place) for place in dict.fromkeys((old, path)) if place is not None]
+    places = [node_at(like, place) for place in dict.fromkeys((path, old)) if place is not None]
+    node.int_keys = getattr(places[-1], "int_keys", frozenset()) & had.keys()
     for was in places:
-        if isinstance(was, Branch) and children.keys() == was.children.keys():
-            return Branch(children, was.container, was.int_keys, was.type_name), old
-    return Branch(children, int_keys=getattr(places[0], "int_keys", frozenset()) & children.keys()), old
+        if isinstance(was, Branch) and had.keys() == was.children.keys():
+            node.container, node.int_keys, node.type_name = was.container, was.int_keys, was.type_name
+    return old
 
 
 def joined(path: Path) -> str:

@@ -14,10 +14,10 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
-from flax_ckpt_compat._suggest import features, layouts, proposals
+from flax_ckpt_compat._suggest import differences, features, layouts, proposals
 from flax_ckpt_compat._suggest.features import EMPTY, MOMENTS, Look, Roles, bare, core, look, natural, unnumbered
 from flax_ckpt_compat._suggest.layouts import ProposedRule
-from flax_ckpt_compat._suggest.proposals import Pairing, State
+from flax_ckpt_compat._suggest.proposals import Pairing
 from flax_ckpt_compat._trees.leaf_sources import Derived, handles_of
 from flax_ckpt_compat.rules import Rule
 
@@ -89,9 +89,9 @@ def suggest(stored: Node, target: Node, refused: Callable[[Node], Sequence[Path]
         return Suggestion(typed.steps, tuple(map(show_path, refused(typed.tree)))) if typed.steps else None
     for prelude in proposals.preludes(pairing, stored, first.looks):
         first = pairing.tried(first, [prelude]) or first
-    # What these steps name anew is judged by its new name, and shown by that of the checkpoint.
-    stored, first = first.tree, dataclasses.replace(first, tree=map_leaves(_here, first.tree))
-    collections = proposals.collections(pairing, first.tree)
+    if first.steps:  # what they name anew is judged by its new name, and shown by that of the checkpoint
+        stored, first = first.tree, dataclasses.replace(first, tree=map_leaves(_here, first.tree))
+    collections = proposals.collections(pairing, first)
     begun = [first, *filter(None, (pairing.tried(first, [step]) for step in collections))]
     rest = pairing.leftovers(first) if lacking <= _MANY else first
     if len(rest.fitting) > len(first.fitting):
@@ -131,9 +131,9 @@ def _in_order(node: Node, path: Path = ()) -> Any:
 class _Outcome:
     """Effects of rules on a checkpoint: leaves that they use, move, keep initial or leave unused."""
 
-    def __init__(self, stored: Node, first: State, pairing: Pairing, state: State):
+    def __init__(self, stored: Node, first: differences.State, pairing: Pairing, state: differences.State):
         self.shown: Callable[[Path], Path] = lambda path: handles_of(node_at(stored, path))[0].path  # in the checkpoint
-        self.steps, self.had, self.has = state.steps, Roles(first.tree), pairing.roles
+        self.steps, self.had, self.has = state.steps, first.roles, pairing.roles
         is_t5x = isinstance(node_at(stored, ("state", "param_states")), Branch)  # its parameters are in ``target``
         self.collections = {"params", "batch_stats", *(["target"] if is_t5x else ())}
         self.looks = {path: first.looks[path] for path, leaf in iter_leaves(first.tree) if isinstance(leaf, LeafHandle)}
@@ -165,7 +165,7 @@ def _judged(outcome: _Outcome, lacking: Sequence[Path]) -> tuple[tuple[ProposedR
     """Return the steps, and doubts about them; steps that keep values say what is unused instead."""
     if lacking:
         return outcome.steps, [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
-    layers, optimizers = _layers(outcome)
+    layers, optimizers = map(_telling, _layers(outcome))
     judges = [_names(layers), _exchanged(layers), _exchanged(optimizers)]
     judges += [_unused(outcome), _optimizers(outcome), _begun(outcome)]
     own = dict.fromkeys(step.doubt for step in outcome.steps if step.doubt)
@@ -229,6 +229,17 @@ def _layers(outcome: _Outcome) -> tuple[_Layers, _Layers]:
 def _named(path: Path, collections: Set[str]) -> Path:
     """Return a key path without collections and NNX's ``value``."""
     return tuple(name for name in bare(path) if name not in collections) or path
+
+
+def _telling(layers: _Layers) -> _Layers:
+    """Return the layers without those inside of a row that keeps its one number: its first and last say as much."""
+    rows: dict[Any, list[_Pair]] = {}
+    for pair, leaves in layers.items():
+        old, new = map(features.numbers, pair)
+        is_row = len(old) == 1 and old == new
+        rows.setdefault((*map(unnumbered, pair), frozenset(leaves)) if is_row else pair, []).append(pair)
+    ends = {pair for row in rows.values() for pair in (row[0], row[-1])}
+    return {pair: leaves for pair, leaves in layers.items() if pair in ends}
 
 
 def _names(layers: _Layers) -> Iterator[str]:

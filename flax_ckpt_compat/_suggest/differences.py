@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import re
 import string
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
@@ -26,10 +25,20 @@ _MAX_PAIRS, _MAX_STACKS = 900, 12
 _ROWS = (2, 3)  # numbers of rows that may be arrays with names of their own: gate and up, key and value
 # Rows of stored nodes that are compared with one of the target's, and rows of the target: more are no evidence for any.
 _MAX_LIKELY, _MAX_ROWS = 16, 300
-_NUMBER = re.compile(r"\d+")
 _NO_WORDS = frozenset(string.ascii_lowercase) - features.LETTERS.keys() - {"w", "b"}  # as in ``c_fc`` and ``c_proj``
 Looks = Mapping[Path, features.Look]
 Pair = tuple[Path, Path]  # stored, of the target
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """A checkpoint's tree after some steps."""
+
+    tree: Node  # of handles and what the rules made of them
+    looks: dict[Path, features.Look]  # of its leaves
+    steps: tuple[ProposedRule, ...]
+    fitting: Set[Path]  # the target's leaves that are found with their shape
+    roles: Roles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,22 +269,21 @@ def in_words(shared: features.Contents) -> str:
 class _Matcher:
     """Unused stored nodes by what they are like, and those of them that have a place in the target."""
 
-    def __init__(self, tree: Node, have: Looks, free: set[Path], target: Node, memo: SubtreeMemo):
-        self.tree, self.target, self.memo = tree, target, memo
+    def __init__(self, state: State, free: set[Path], target: Node, memo: SubtreeMemo):
+        self.tree, self.target, self.memo = state.tree, target, memo
         self.pairs: dict[Path, Path] = {}  # by stored path
         self.by_print: dict[int, list[Path]] = {}
-        self.rows: dict[Path, list[Path]] = {}
-        total, mine = Counter[Path](), Counter[Path]()
-        for path in (path for path, seen in have.items() if seen != EMPTY):
-            above = [path[:end] for end in range(1, len(path) + 1)]
-            total.update(above)
-            mine.update(above if path in free else ())
-        for path, count in total.items():
-            self.rows.setdefault(unnumbered(path), []).append(path)
-            if count != mine[path]:
+        self.rows: dict[Path, dict[Path, Path]] = {}  # by names without numbers, and by the numbers
+        self.prints: dict[Path, int] = {}
+        leaves = [path for path, seen in state.looks.items() if seen != EMPTY]
+        held = {path[:end] for path in leaves if path not in free for end in range(len(path) + 1)}
+        for path in dict.fromkeys(leaf[:end] for leaf in leaves for end in range(1, len(leaf) + 1)):
+            self.rows.setdefault(unnumbered(path), {})[tuple(features.numbers(path))] = path
+            leaf = node_at(self.tree, path)
+            self.prints[path] = memo.named(leaf)
+            if path in held:
                 continue
-            leaf = node_at(tree, path)
-            self.by_print.setdefault(memo.named(leaf), []).append(path)
+            self.by_print.setdefault(self.prints[path], []).append(path)
             # A raw key may become a typed one.
             if is_array(leaf) and leaf.dtype == np.uint32 and leaf.shape[-1:] == (2,):
                 self.by_print.setdefault(hash((leaf.shape[:-1], "key")), []).append(path)
@@ -284,7 +292,7 @@ class _Matcher:
         """Pair nodes of the target that consist of wanted leaves: those of unique contents, then rows."""
         units: dict[int, list[Path]] = {}
         for path in topmost(self.target, wanted):
-            for unit, number in self._units(path):
+            for unit, number in self._units(path, node_at(self.target, path)):
                 units.setdefault(number, []).append(unit)
         groups: dict[Path, list[tuple[Path, int]]] = {}
         for number, news in units.items():
@@ -301,24 +309,21 @@ class _Matcher:
             if len(found) == 1:
                 self._take(found[0])
 
-    def _units(self, path: Path) -> Iterator[tuple[Path, int]]:
+    def _units(self, path: Path, node: Node) -> Iterator[tuple[Path, int]]:
         """Yield the largest nodes at or below a path of the target that have their like, with their prints."""
-        node = node_at(self.target, path)
         if (number := self.memo.named(node)) in self.by_print:
             yield path, number
         elif isinstance(node, Branch):
-            for name in node.children:
-                yield from self._units((*path, name))
+            for name, child in node.children.items():
+                yield from self._units((*path, name), child)
 
-    def _row(self, olds: list[Path], news: Mapping[Path, int]) -> list[Pair]:
+    def _row(self, olds: Mapping[Path, Path], news: Mapping[Path, int]) -> list[Pair]:
         """Pair nodes of the target with those of a stored row, by their numbers or else in order, if all are alike."""
-        by_number = {tuple(_NUMBER.findall(joined(old))): old for old in olds}
-        same = [by_number.get(tuple(_NUMBER.findall(joined(new)))) for new in news]
-        in_order = [natural(side, joined) for side in (olds, news)]
+        same = [olds.get(tuple(features.numbers(new))) for new in news]
+        in_order = (natural(side, joined) for side in (olds.values(), news))
         for left, right in ((same, list(news)), in_order):
             pairs = [(old, new) for old, new in zip(left, right, strict=False) if old is not None]
-            prints = [self.memo.named(node_at(self.tree, old)) for old, _ in pairs]
-            if len(pairs) == len(left) == len(right) and prints == [news[new] for _, new in pairs]:
+            if len(pairs) == len(left) == len(right) and all(self.prints[old] == news[new] for old, new in pairs):
                 return pairs
         return []
 
@@ -348,14 +353,14 @@ class _Matcher:
         return len(old) != len(new) or not all(isinstance(home, Branch) for home in homes)
 
 
-def leftovers(tree: Node, have: Looks, target: Node, goal: Looks, memo: SubtreeMemo) -> Iterator[Change]:
+def leftovers(state: State, target: Node, goal: Looks, has: Roles, memo: SubtreeMemo) -> Iterator[Change]:
     """Yield the changes that take unused stored nodes to places where the target has none; not of optimizers."""
-    had, has = Roles(tree), Roles(target)
-    free = {path for path, seen in have.items() if seen not in (EMPTY, KEPT) and not had.is_optimizer(path)}
+    looks, is_optimizer = state.looks.items(), state.roles.is_optimizer
+    free = {path for path, seen in looks if seen not in (EMPTY, KEPT) and not is_optimizer(path)}
     wanted = {path for path in goal if not has.is_optimizer(path)}
-    right = {path for path in wanted & have.keys() if goal[path] != EMPTY and fits(have[path], goal[path])}
+    right = wanted & {*state.fitting, *(path for path, seen in looks if seen == KEPT)}
     if free - right and any(goal[path] != EMPTY for path in wanted - right):
-        stored = _Matcher(tree, have, free - right, target, memo)
+        stored = _Matcher(state, free - right, target, memo)
         stored.match(wanted - right)
         yield from _changes(stored.pairs.items(), stored, {path[:end] for path in right for end in range(len(path))})
 
@@ -379,10 +384,10 @@ def _changes(pairs: Iterable[Pair], stored: _Matcher, held: Set[Path]) -> Iterat
     for (path, like, _), group in groups.items():
         group = natural(dict.fromkeys(group), lambda pair: joined(pair[0]))
         patterns = {literal(joined(old)): plain(joined(new)) for old, new in group}
-        ours, theirs = ([_NUMBER.findall(joined(one)) for one in side] for side in zip(*group, strict=True))
-        row = stored.rows[unnumbered((*path, *like))] if len(group) > 1 and ours == theirs else []
-        if len(group) == sum(old[: len(path)] == path for old in row):
-            parts = [plain(part) for part in _NUMBER.split(joined(group[0][1]))]
+        ours, theirs = ([*map(features.numbers, side)] for side in zip(*group, strict=True))
+        row = stored.rows[unnumbered((*path, *like))] if len(group) > 1 and ours == theirs else {}
+        if len(group) == sum(old[: len(path)] == path for old in row.values()):
+            parts = [plain(part) for part in re.split(r"\d+", joined(group[0][1]))]
             replacement = parts[0] + "".join(rf"\{number}{part}" for number, part in enumerate(parts[1:], 1))
             patterns = {numbers_of(group[0][0], r"(\d+)"): replacement}
         olds, news = (tuple(dict.fromkeys(one[0] for one in side)) for side in zip(*group, strict=True))
@@ -390,12 +395,12 @@ def _changes(pairs: Iterable[Pair], stored: _Matcher, held: Set[Path]) -> Iterat
         yield Change(path, olds, news, patterns, reason if len(group) == 1 else "no others of them are left over")
 
 
-def copies(stored: Node, target: Node, lacking: Collection[Path], memo: SubtreeMemo) -> Iterator[ProposedRule]:
+def copies(state: State, target: Node, lacking: Collection[Path], memo: SubtreeMemo) -> Iterator[ProposedRule]:
     """Yield a copy for each lacking part that is called a copy, such as ``ema_params``, and is like one stored node."""
-    had, found = Roles(stored), dict[int, list[Path]]()
+    found: dict[int, list[Path]] = {}
     tops = [path for path in topmost(target, set(lacking)) if features.copy_words(path)]
-    for path, branch in iter_branches(stored) if tops else ():
-        if path and memo.has_arrays(branch) and not had.is_optimizer(path):
+    for path, branch in iter_branches(state.tree) if tops else ():
+        if path and memo.has_arrays(branch) and not state.roles.is_optimizer(path):
             found.setdefault(memo.named(branch), []).append(path)
     for top in tops:
         olds = found.get(memo.named(node_at(target, top)), [])

@@ -149,8 +149,7 @@ class Roles:
 
     def root_of(self, path: Path) -> Path:
         """Return the root of the optimizer's state that a key path is in; () if it is in none."""
-        found = [root for root in self.roots if path[: len(root)] == root]
-        return found[0] if found else ()
+        return next((root for root in self.roots if path[: len(root)] == root), ())
 
     def is_optimizer(self, path: Path) -> bool:
         """Return whether a key path is at or below the root of an optimizer's state."""
@@ -255,12 +254,17 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+def numbers(path: Path) -> list[str]:
+    """Return the numbers in a key path."""
+    return re.findall(r"\d+", "/".join(path))
+
+
 def natural(things: Iterable[T], name_of: Callable[[T], str] = str) -> list[T]:
     """Return things in the order of the whole numbers in their names: ``x1.2`` before ``x1.10``."""
     return sorted(things, key=lambda thing: _in_numbers(name_of(thing)))
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(100_000)
 def _in_numbers(name: str) -> tuple[list[tuple[float, str]], str]:
     parts = filter(None, re.split(r"(\d+)", name))
     return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.numbered_names import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, joined, node_at, topmost
 from flax_ckpt_compat._suggest import differences, features, layouts
-from flax_ckpt_compat._suggest.differences import Change, Gap
+from flax_ckpt_compat._suggest.differences import Change, Gap, State
 from flax_ckpt_compat._suggest.features import EMPTY, KEPT, MOMENTS, Look, Roles, fits, flatten, look, unnumbered
 from flax_ckpt_compat._suggest.layouts import ANY, ProposedRule, all_but, either, listed, pattern_of, plain, rename
 from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
@@ -32,16 +32,6 @@ _NO_MOMENTS = "no moments"
 _OWN = "to keep the target's own: "
 
 
-@dataclasses.dataclass(slots=True)
-class State:
-    """A checkpoint's tree after some steps."""
-
-    tree: Node  # of handles and what the rules made of them
-    looks: dict[Path, Look]  # of its leaves
-    steps: tuple[ProposedRule, ...]
-    fitting: Set[Path]  # the target's leaves that are found with their shape
-
-
 class Pairing:
     """The steps from a checkpoint to a target."""
 
@@ -53,7 +43,7 @@ class Pairing:
         """Return the state of a tree after some steps."""
         have = flatten(tree)
         wanted = ((path, seen) for path, seen in self.goal.items() if seen != EMPTY and have.get(path, KEPT) != KEPT)
-        return State(tree, have, steps, {path for path, seen in wanted if fits(have[path], seen)})
+        return State(tree, have, steps, {path for path, seen in wanted if fits(have[path], seen)}, Roles(tree))
 
     def tried(self, state: State, steps: Iterable[ProposedRule]) -> State | None:
         """Return the state after more steps, or None where a rule does not fit."""
@@ -67,15 +57,10 @@ class Pairing:
 
     def missing(self, state: State, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
-        have = state.looks
-        return [
-            path
-            for path, seen in self.goal.items()
-            if path not in state.fitting
-            and path[: len(at)] == at
-            and have.get(path) != KEPT
-            and (seen != EMPTY or (path not in have and node_at(state.tree, path) is None))
-        ]
+        have, goal = state.looks, self.goal
+        others = (path for path in goal if path not in state.fitting and path[: len(at)] == at)
+        lacking = [path for path in others if have.get(path) != KEPT]
+        return [one for one in lacking if goal[one] != EMPTY or (one not in have and node_at(state.tree, one) is None)]
 
     def paired(self, state: State) -> State:
         """Return the state after the steps that the contents of both trees ask for, and for what they leave over."""
@@ -83,7 +68,8 @@ class Pairing:
 
     def leftovers(self, state: State) -> State:
         """Return the state after the steps that take what is left over to its only place."""
-        return self._repeated(state, self._leftovers)
+        goal = (self.target, self.goal, self.roles, self.memo)
+        return self._repeated(state, lambda now: _renamed(differences.leftovers(now, *goal), now))
 
     def laid_out(self, state: State) -> State:
         """Return the state after the steps for arrays that have their names and lie otherwise."""
@@ -105,34 +91,30 @@ class Pairing:
                 steps = [step for step in group if step.rule.source not in done]
                 done.update(step.rule.source for step in steps)
                 after = self.tried(state, steps) if steps else None
-                if after is None or len(after.fitting) < len(state.fitting):
-                    continue
-                # Layers elsewhere that lie as they should must not be stacked, too.
-                if state.fitting <= after.fitting or not any("stack(" in step.rule.source for step in steps):
+                # Layers elsewhere that lie as they should must not be stacked, too, nor must others take their place.
+                is_stack = any("stack(" in step.rule.source for step in steps)
+                is_more = after is not None and len(after.fitting) > len(state.fitting)
+                if after is not None and (after.fitting >= state.fitting or (is_more and not is_stack)):
                     state = after
-                if not self.missing(state):  # like steps for thousands of single branches may follow
-                    return state
+                    if not self.missing(state):  # like steps for thousands of single branches may follow
+                        return state
             if state is before:
                 break
         return state
 
-    def _leftovers(self, state: State) -> Iterator[list[ProposedRule]]:
-        return _renamed(differences.leftovers(state.tree, state.looks, self.target, self.goal, self.memo), state.tree)
-
     def _groups(self, state: State) -> Iterator[list[ProposedRule]]:
         """Yield the steps of one round; those of one list make sense together alone."""
-        own = Roles(state.tree)
         rows, changes, stacks = list[Change](), list[Change](), dict[str, list[ProposedRule]]()
-        for gap in self._gaps(state.tree, self.target, own, ()):
+        for gap in self._gaps(state.tree, self.target, state.roles, ()):
             rows += gap.rows()
             for found in gap.others():
                 if isinstance(found, Change):
-                    changes += [found] if self._keeps_roles(found, own) else []
+                    changes += [found] if self._keeps_roles(found, state.roles) else []
                 else:
                     stacks.setdefault(found[0].rule.source, found)
-        yield from _renamed(rows, state.tree)
+        yield from _renamed(rows, state)
         yield from stacks.values()
-        yield from _renamed(changes, state.tree)
+        yield from _renamed(changes, state)
 
     def _keeps_roles(self, change: Change, own: Roles) -> bool:
         """Return whether no optimizer's state, whose moments look like parameters, becomes more, or another thing."""
@@ -160,7 +142,7 @@ class Pairing:
                 yield from self._gaps(child, other, own, (*path, name))
 
 
-def _renamed(changes: Iterable[Change], tree: Node) -> Iterator[list[ProposedRule]]:
+def _renamed(changes: Iterable[Change], state: State) -> Iterator[list[ProposedRule]]:
     """Yield renames, with parent names if a name is ambiguous; those that reuse old names together, in one step."""
     homes, kinds = dict[str, set[Path]](), dict[tuple[str, Path], Change]()
     for change in sorted(changes, key=lambda one: (len(one.path), -len(one.old))):
@@ -168,14 +150,14 @@ def _renamed(changes: Iterable[Change], tree: Node) -> Iterator[list[ProposedRul
         kinds.setdefault((str(change.patterns), unnumbered(change.path)), change)
     if not 0 < len(kinds) <= _MAX_RENAMES:
         return
-    own, places = Roles(tree), dict[str, set[Path]]()  # of the branches that have a child of each name
-    for path, branch in iter_branches(tree):
+    places: dict[str, set[Path]] = {}  # of the branches that have a child of each name
+    for path, branch in iter_branches(state.tree):
         for name in branch.children:
             places.setdefault(name, set()).add(path)
     separate = _SEPARATE if sum(map(len, places.values())) < _LARGE else 2
     found: dict[str, dict[str, Change]] = {}
     for (key, _), change in kinds.items():
-        prefix = _prefix(change, homes[key], places, own)
+        prefix = _prefix(change, homes[key], places, state.roles)
         found.setdefault(prefix, {}).setdefault(key, change)
     for prefix, group in found.items():
         together: dict[str, str] = {}
@@ -286,12 +268,12 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
             return
 
 
-def collections(pairing: Pairing, stored: Branch) -> list[ProposedRule]:
+def collections(pairing: Pairing, state: State) -> list[ProposedRule]:
     """Return the ways in which collections became one tree, as linen's are in NNX: all of it, or a part."""
-    own, theirs = Roles(stored), pairing.target.children
-    gone = [name for name, child in stored.children.items() if isinstance(child, Branch) and name not in theirs]
-    gone = [name for name in gone if not own.is_optimizer((name,))]
-    new = [name for name in theirs if name not in stored.children and not pairing.roles.is_optimizer((name,))]
+    stored, theirs = state.tree.children, pairing.target.children
+    gone = [name for name, child in stored.items() if isinstance(child, Branch) and name not in theirs]
+    gone = [name for name in gone if not state.roles.is_optimizer((name,))]
+    new = [name for name in theirs if name not in stored and not pairing.roles.is_optimizer((name,))]
     if "params" not in gone or not 1 < len(gone) <= _MAX_PARTS:
         return []
     tops = ["", *sorted(new)] if len(new) <= _MAX_PARTS else [""]
@@ -301,7 +283,7 @@ def collections(pairing: Pairing, stored: Branch) -> list[ProposedRule]:
 def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
     state = pairing.tried(state, _single(pairing, state)) or state
-    roles = Roles(state.tree)
+    roles = state.roles
     for at in sorted(pairing.roles.roots):
         lacking = pairing.missing(state, at)
         if not lacking and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
@@ -331,14 +313,14 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), _OWN + reason, keeps=(at,))]) or state
-    for step in differences.copies(state.tree, pairing.target, pairing.missing(state), pairing.memo):
+    for step in differences.copies(state, pairing.target, pairing.missing(state), pairing.memo):
         state = pairing.tried(state, [step]) or state
     return _kept(pairing, typed_keys(pairing, state))
 
 
 def _single(pairing: Pairing, state: State) -> Iterator[ProposedRule]:
     """Yield the renames of numbers, and leaves at the top, that alone of their kind are left over: a tuple's step."""
-    had, has = Roles(state.tree), pairing.roles
+    had, has = state.roles, pairing.roles
     olds = {path: seen for path, seen in state.looks.items() if path not in pairing.goal and not had.is_optimizer(path)}
     news = {path: pairing.goal[path] for path in pairing.missing(state) if not has.is_optimizer(path)}
     wanted, unused, places = Counter(news.values()), Counter(olds.values()), {seen: new for new, seen in news.items()}
