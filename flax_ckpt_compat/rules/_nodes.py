@@ -91,22 +91,21 @@ class Names:
         if not self._begin.isdisjoint(parts):
             some = ("/".join(parts[at : at + length]) for length in self._lengths for at in range(len(parts)))
             able = sorted({*able, *(self._plain[one] for one in some if one in self._plain)})
-        able = [number for number in able if self.compiled[number].search(text)]
-        if not able:
+        hits = {number: hit for number in able if (hit := self.compiled[number].search(text))}
+        if not hits:
             return
         starts = [0, *itertools.accumulate(len(name) + 1 for name in path)]
         ends = {start - 1: number for number, start in enumerate(starts)}
-        first = 0
-        while first < len(path):
-            hits = [self.compiled[number].search(text, starts[first]) for number in able]
-            first = bisect.bisect_left(starts, min([hit.start() for hit in hits if hit], default=len(text)))
-            found = [(number, match) for number in able if (match := self.compiled[number].match(text, starts[first]))]
+        while hits:
+            first = bisect.bisect_left(starts, min(hit.start() for hit in hits.values()))
+            found = [(number, match) for number in hits if (match := self.compiled[number].match(text, starts[first]))]
             lengths = [ends.get(match.end(), 0) for _, match in found]
             after = max(lengths, default=0)
             if after > first:
                 number, match = found[lengths.index(after)]
                 yield number, first, after, match
             first = max(after, first + 1)
+            hits = {n: hit for n in hits if first < len(path) and (hit := self.compiled[n].search(text, starts[first]))}
 
 
 def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
