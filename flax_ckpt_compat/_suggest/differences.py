@@ -278,7 +278,7 @@ class _Matcher:
         leaves = [path for path, seen in state.looks.items() if seen != EMPTY]
         held = {path[:end] for path in leaves if path not in free for end in range(len(path) + 1)}
         for path in dict.fromkeys(leaf[:end] for leaf in leaves for end in range(1, len(leaf) + 1)):
-            self.rows.setdefault(unnumbered(path), {})[tuple(features.numbers(path))] = path
+            self.rows.setdefault(unnumbered(path), {})[features.numbers(path)] = path
             leaf = node_at(self.tree, path)
             self.prints[path] = memo.named(leaf)
             if path in held:
@@ -319,7 +319,7 @@ class _Matcher:
 
     def _row(self, olds: Mapping[Path, Path], news: Mapping[Path, int]) -> list[Pair]:
         """Pair nodes of the target with those of a stored row, by their numbers or else in order, if all are alike."""
-        same = [olds.get(tuple(features.numbers(new))) for new in news]
+        same = [olds.get(features.numbers(new)) for new in news]
         in_order = (natural(side, joined) for side in (olds.values(), news))
         for left, right in ((same, list(news)), in_order):
             pairs = [(old, new) for old, new in zip(left, right, strict=False) if old is not None]

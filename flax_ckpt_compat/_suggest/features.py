@@ -254,9 +254,10 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def numbers(path: Path) -> list[str]:
+@functools.lru_cache(100_000)
+def numbers(path: Path) -> tuple[str, ...]:
     """Return the numbers in a key path."""
-    return re.findall(r"\d+", "/".join(path))
+    return tuple(re.findall(r"\d+", "/".join(path)))
 
 
 def natural(things: Iterable[T], name_of: Callable[[T], str] = str) -> list[T]:
