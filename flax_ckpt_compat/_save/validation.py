@@ -27,7 +27,6 @@ _ORBAX_NAMES = {
     layout.JAX_KEY, layout.NUMPY_KEY,
 }.difference(layout.ARRAY_METADATA_FILES)  # fmt: skip
 _SHOWN = 4  # checkpoints that an error names
-_ATTEMPTS = 100  # to check a checkpoint that other writers keep replacing
 
 
 def check(request: SaveRequest) -> Listing | None:
@@ -96,7 +95,7 @@ def _check_replaced(request: SaveRequest) -> None:
 
 def _reason_against(request: SaveRequest, path: Location) -> str | None:
     """Return why a path may not be replaced, looked for again while other writers replace what is there."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(saved_steps.ROUNDS):
         before = path.identity()
         try:
             reason = _why_not_replaced(request, path) if path.exists() else None
