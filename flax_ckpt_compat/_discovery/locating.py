@@ -156,18 +156,19 @@ def read_found(
     """Locate a checkpoint and read it; again, or the new latest, if it was removed or replaced meanwhile.
 
     ``otherwise`` returns the result if there is no checkpoint; None raises. ``doing`` completes "nothing to …"."""
-    removed: tuple[Location, Exception] | None = None
+    removed: Location | None = None  # what an earlier attempt located, and its error
+    cause: Exception | None = None
     subject = (checkpoint_dir.root.path, checkpoint_dir.given_prefix, "absent")
 
     def attempt(directory: Directory) -> _Result:
-        nonlocal removed
+        nonlocal removed, cause
         found = _latest(directory) if step is None else _of_step(directory, step)
         if isinstance(found, Absence):
             if removed is None:
                 return _nothing(found, otherwise, doing, checkpoint_dir.root, subject)
             # Never return the target here: the program would go on training from initial parameters.
-            gone = f"{removed[0]} was removed while it was read, and there is no other: {found.why}; {_KEEP_MORE}"
-            raise errors.CheckpointNotFoundError(gone, path=removed[0].path) from removed[1]
+            gone = f"{removed} was removed while it was read, and there is no other: {found.why}; {_KEEP_MORE}"
+            raise errors.CheckpointNotFoundError(gone, path=removed.path) from cause
         log_once(subject, None)
         before = found.location.identity()
         try:
@@ -179,11 +180,11 @@ def read_found(
                 raise
             if found.named and not is_there(found.location):
                 raise removed_error(found.location) from error
-            removed = found.location.unlisted(), error
+            removed, cause = found.location.unlisted(), error
             if not directory.tolerant:
                 raise ChangedError from error
-            what = f"{removed[0]} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it"
-            raise errors.CheckpointNotFoundError(f"{what}; {_KEEP_MORE}", path=removed[0].path) from error
+            what = f"{removed} was removed or replaced while it was read, as were {saved_steps.ROUNDS - 1} before it"
+            raise errors.CheckpointNotFoundError(f"{what}; {_KEEP_MORE}", path=removed.path) from error
 
     return saved_steps.in_one_listing(checkpoint_dir, attempt, root=checkpoint_dir.root)
 

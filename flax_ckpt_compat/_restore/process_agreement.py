@@ -69,7 +69,8 @@ class Agreement:
         """Tell the others a path; return how often this process did, its path before, and what the others told last."""
         store, folder = KeyValueStore(self._root), f"{_ROOT}/{subject}/"
         count, before, old_key = _own.get(subject, (0, None, ""))
-        count, key = count + 1, f"{folder}{self.process}-{count + 1:010}"
+        count += 1
+        key = f"{folder}{self.process}-{count:010}"
         _own[subject] = count, path, key
         store.set(key, {"path": path, "time": time.time(), "count": count})
         if old_key:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flax_ckpt_compat._view.metadata import Count
 
 _STATUSES = ("converted", "kept", "planned", "failed")
+_KEEPS_ALL = "--to orbax keeps them; of several items, --item takes one without them, with exit code 0."
 
 
 def _items(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, str] | None:  # noqa: ARG001
@@ -137,19 +138,19 @@ def _report(results: Sequence[Conversion], seconds: float, *, to_file: bool, dry
     size = f": {format_size(nbytes)}" if counts["converted"] or dry_run else ""
     end = ". Nothing was written." if dry_run else rate if counts["converted"] else "."
     lines.append(Line(f"{summary}{size}{end}"))
-    rows = [{"bytes": result.nbytes} | dataclasses.asdict(result) for result in results]
     planned = [result.destination for result in results if result.status == "planned"]
     free, folder = (convert.free_space(planned[0]) if planned else None) or (None, "")
     if free is not None:
-        text = f"about {format_size(nbytes)}, and {format_size(free)} are free in {folder}"
-        text = f"Space: {'NOT ENOUGH: ' * (nbytes > free)}{text}; nothing of the source is removed."
-        lines.append(Line(printable(text), hang=2))
-    rows = [row | {"free_bytes": free} for row in rows] if dry_run else rows
+        short = "NOT ENOUGH: " if nbytes > free else ""
+        space = f"Space: {short}about {format_size(nbytes)}, and {format_size(free)} are free in {folder}"
+        lines.append(Line(printable(f"{space}; nothing of the source is removed."), hang=2))
+    of_plan = {"free_bytes": free} if dry_run else {}
+    rows = [{"bytes": result.nbytes} | dataclasses.asdict(result) | of_plan for result in results]
+    written = "would be written" if dry_run else "written"
+    remedy = _KEEPS_ALL if to_file else "The source has them: keep it."
+    lacks = [(one, f"{written} without: {'; '.join(one.left_out)}. {remedy}") for one in results if one.left_out]
     errors = [one.error for one in results if one.error is not None]
-    remedy = "--to orbax keeps them; of several items, --item takes one without them, with exit code 0."
-    remedy = f"{'would be ' * dry_run}written without: {{}}. {remedy if to_file else 'The source has them: keep it.'}"
-    lacks = _with_sources([(one, remedy.format("; ".join(one.left_out))) for one in results if one.left_out])
-    problems = [Line(printable(f"Error: {error}"), hang=2) for error in [*errors, *lacks]]
+    problems = [Line(printable(f"Error: {error}"), hang=2) for error in [*errors, *_with_sources(lacks)]]
     return Report(lines, lambda: rows, problems, found=bool(problems))
 
 

@@ -67,15 +67,14 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
         if recursive:
             lines.append(Line(("\n" if lines else "") + printable(f"{shown}:", one_line=True)))
         lines += _lines(shown, entries, leaves=leaves)
-    if all(entry["kind"] == "leftover" for entries in found.values() for entry in entries):
+    everything = [entry for entries in found.values() for entry in entries]
+    if all(entry["kind"] == "leftover" for entry in everything):
         # Raises for what is not a directory of checkpoints.
         lines.insert(0, Line(printable(_empty_reason(checkpoint_dir, recursive=recursive))))
     if others:
         text = f"Also here, with other prefixes: {', '.join(others)}; --recursive lists all."
         lines.append(Line(printable(text, one_line=True)))
-    base.print_report(
-        Report(lines, lambda: [entry for entries in found.values() for entry in entries]), as_json=as_json
-    )
+    base.print_report(Report(lines, lambda: everything), as_json=as_json)
     if denied:
         raise base.FailedError(printable("\n".join(map(str, denied))))
 
