@@ -51,16 +51,16 @@ _STEM = re.compile(r"([A-Za-z]*)[^A-Za-z\d]*\d+")  # the word before a number
 BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
 # Words that say nothing about which layer it is; the first ones in no name at all.
 _GENERIC = _set("layer layers block blocks module unit")
-_SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan proj projection params")
+_SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan params of")
 # Words for classes of layers; those of one class begin alike. The first ones are parts that hold several layers.
 _COMPOSITES = {
     "attention": "attention", "attn": "attention", "mha": "attention", "mlp": "mlp", "ffn": "mlp", "ff": "mlp",
     "feedforward": "mlp", "lstm": "lstm", "gru": "gru", "rnn": "rnn"
 }  # fmt: skip
 _CLASSES = _COMPOSITES | {
-    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "norm": "norm", "bn": "batch norm",
-    "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm", "gn": "group norm",
-    "groupnorm": "group norm", "rmsnorm": "rms norm"
+    "dense": "dense", "linear": "dense", "fc": "dense", "proj": "dense", "projection": "dense", "conv": "conv",
+    "norm": "norm", "bn": "batch norm", "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm",
+    "gn": "group norm", "groupnorm": "group norm", "rmsnorm": "rms norm"
 }  # fmt: skip
 _NORMS = _set("batch layer group rms instance")
 # In names that linen gives, these belong to the class.
@@ -73,9 +73,8 @@ _TELLING = COPIES | _set(
     "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
     "vision visual speech language start end top bottom adapter lora"
 )
-# Words of the field for one thing.
-LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
-_SYNONYMS = LETTERS | {"classifier": "head", "logits": "head", "gate": "router"}
+_HEADS = _set("head classifier logits")  # what a ``fc``, of which nothing else is said, may be
+LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}  # words of the field for one thing
 # Short forms that are no beginning of the word, or also one of another word: ``pos`` is not short for ``post``.
 _SHORT = _set(
     "pos-positi out-output fwd-forward bwd-backward img-image txt-text cls-class tok-token neg-negative up-upsampl "
@@ -315,10 +314,11 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
     """Return the class of layer in a name, if any, and its other meaningful words."""
     found = words(name)
     kind = next((_CLASSES[word] for word in sorted(found) if word in _CLASSES), "")
+    found = frozenset(word for word in found if _CLASSES.get(word) != kind)  # ``linear_attn`` is more than ``attn``
     if kind == "norm" and found & _NORMS:
         kind = f"{min(found & _NORMS)} norm"
         found -= _NORMS
-    found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
+    found = frozenset(_CLASSES.get(word, LETTERS.get(word, word)).split()[-1] for word in found - _SAY_NOTHING)
     longer = frozenset(word for word in found if len(word) > 1)
     found = longer if longer or numbered(name) else found
     return kind, found - _OF_CLASSES if BY_FLAX.fullmatch(name) else found
@@ -337,9 +337,10 @@ def may_be_one(old: Path, new: Path, known: Set[str], *, leaf: bool = False) -> 
         may_be = all(any(_alike(word, like, strict=True) for like in likes) for own, likes in sides for word in own)
     else:  # ``Dense_0`` may be any layer that got a name; ``layers`` or ``1`` is no encoder, ``norm`` no ``pre_norm``
         unnamed = next(path[-1] for path in (old, new) if not any(_read(name)[1] for name in path))
-        is_part = (ours or theirs) and one != other and not {one, other}.isdisjoint(_COMPOSITES.values())
+        is_part = one != other and not {one, other}.isdisjoint(_COMPOSITES.values())
         telling = COPIES if BY_FLAX.fullmatch(unnamed) and _read(unnamed)[0] else _TELLING
-        may_be = not is_part and telling.isdisjoint(ours | theirs)
+        is_class = _read(unnamed)[0] and len(old + new) == 2 and _unnumbered(unnamed) == unnamed  # no row
+        may_be = not is_part and (ours | theirs <= _HEADS if is_class else telling.isdisjoint(ours | theirs))
     any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
     return may_be and (not one or not other or one == other or any_norm) and not _other_number(old, new, known)
 
@@ -393,10 +394,11 @@ def _alike(one: str, other: str, *, strict: bool = False) -> bool:
 
 
 def _other_number(old: Path, new: Path, known: Set[str]) -> bool:
-    """Return whether only a number changes, as in ``expert_1``, ``expert_2``; linen's may in a row that begins at 0."""
-    ours, theirs = ([number.lstrip("0") for number in re.findall(r"\d+", path[-1])] for path in (old, new))
-    if not ours or not theirs or ours == theirs:
-        return False
+    """Return whether only a number, or the last letter, changes: ``expert_1``, ``expert_2``; linen's may, from 0 on."""
+    ours, theirs = ([part.lstrip("0") for part in re.findall(r"\d+|(?<=_)[a-z]$", path[-1])] for path in (old, new))
+    stems = {(len(path), _unnumbered(path[-1]).rstrip("_#")) for path in (old, new)}
+    if not ours or not theirs or ours == theirs:  # ``wi`` may be ``wi_0``, but no ``wi_1``
+        return ours != theirs and any((*ours, *theirs)) and len(stems) == 1
     same = _unnumbered(old[-1]) == _unnumbered(new[-1])
     if BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
         return same and re.sub(r"\d+$", "0", old[-1]) not in known

@@ -323,17 +323,17 @@ def test_moments_that_stay_initial_are_named() -> None:
 
 DEEP = {"l1": dense(8, 16), "l2": dense(16, 3)}
 UNLIKE = [
-    "teacher student", "generator discriminator", "encoder decoder", "image_encoder text_encoder", "mean log_std",
-    "reward value", "classifier regressor", "imagenet_head cifar_head", "rnn gru", "LayerNorm_0 BatchNorm_0",
-    "embed_ln final_ln", "critic target_critic", "Encoder_0 Decoder_0", "forward_lstm backward_lstm",
-    "up_proj down_proj", "critic_norm norm1", "norm1 q_norm", "p3_conv p6_conv", "stride8_head stride32_head",
-    "Dense_1 Dense_3", "LocalAttn_0 GlobalAttn_0", "loc local", "back backbone", "val validation", "temp template",
-    "expert_1 expert_2", "attn mlp", "model_ema model", "actor ema_actor", "Conv_0 Dense_0",
+    "teacher student", "encoder decoder", "p3_conv p6_conv", "attn linear_attn", "head classifier", "Dense_1 Dense_3",
+    "mean log_std", "reward value", "fc linear_probe", "attn mlp", "model_ema model", "Conv_0 Dense_0", "head_a head_c",
+    "classifier regressor", "LayerNorm_0 BatchNorm_0", "critic target_critic", "val validation", "conv_proj patch_proj",
+    "imagenet_head cifar_head", "forward_lstm backward_lstm", "LocalAttn_0 GlobalAttn_0", "switch_layer dense_layer",
+    "rnn gru", "wi wi_1", "gate router", "norm1 q_norm", "loc local", "attn w1",
+    "Encoder_0 Decoder_0", "up_proj down_proj", "critic_norm norm1", "expert_1 expert_2", "projection router",
 ]  # fmt: skip
 AKIN = [
     "enc encoder", "q_proj query", "Dense_0 head", "head Dense_0", "Dense_0 fc1", "layers_2 pooler", "attn attention",
-    "my_head head", "headLayer head", "MultiHeadDotProductAttention_0 attn", "2 hidden", "gen generator",
-    "tok_embed token_embed", "embed embedding", "encode encoder",
+    "my_head head", "headLayer head", "MultiHeadDotProductAttention_0 attn", "2 hidden", "gen generator", "fc head",
+    "tok_embed token_embed", "embed embedding", "encode encoder", "attn_ln attn_norm", "fc_1 hidden_1", "conv conv_0",
 ]  # fmt: skip
 
 
