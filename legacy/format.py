@@ -168,8 +168,11 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
     sizes, chunks = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
     if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not chunks:
         return None
-    are_flat = all(_is(chunk, LeafKind.ARRAY) and len(chunk.shape) == 1 for chunk in chunks)
-    if not are_flat or not all(_is(size, LeafKind.INT) for size in sizes):
+    # Flax joins them on the first axis: flat ones, or rows of an np.matrix, which it cannot flatten.
+    are_arrays = all(_is(chunk, LeafKind.ARRAY) and chunk.shape[:1] for chunk in chunks)
+    if not are_arrays or len({chunk.shape[1:] for chunk in chunks}) > 1:
+        return None
+    if not all(_is(size, LeafKind.INT) for size in sizes):
         return None
     data = [chunk.locator for chunk in chunks]
     if {type(one) for one in data} not in ({bytes}, {FileRanges}):

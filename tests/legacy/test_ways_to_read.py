@@ -320,6 +320,7 @@ _CHUNKS = {
         # Pieces belong where their number says, wherever in the map they stand; those inside of lists are not joined.
         ({**_CHUNKS, "chunks": dict(reversed(_CHUNKS["chunks"].items()))}, False),
         ([_CHUNKS], False),
+        ({**_CHUNKS, "chunks": {"0": np.arange(3.0)[None], "1": np.empty((0, 3))}}, False),  # of an np.matrix
         # A map that is not exactly as Flax writes arrays in pieces, or as we write keys, is the user's own.
         ({**_CHUNKS, "more": 1}, True),
         ({**_CHUNKS, "__msgpack_chunked_array__": 1}, True),
