@@ -500,7 +500,7 @@ def slow_copy(model: Module, r: Any) -> None:
     names = [name for name, child in model.items() if isinstance(child, dict) and not is_layer(child)]
     if names:
         name = r.choice(names)
-        model[r.choice(["slow_{}", "{}_momentum", "target_{}", "{}_old"]).format(name)] = unknown(model[name])
+        model.setdefault(r.choice(["slow_{}", "{}_momentum", "target_{}", "{}_old"]).format(name), unknown(model[name]))
 
 
 EDITS: dict[str, Edit] = {
