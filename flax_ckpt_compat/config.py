@@ -82,7 +82,7 @@ class Settings:
 
 
 class Changes(TypedDict, total=False):
-    """Settings by name, for type checkers and all else: the values that each takes, the default first."""
+    """Settings by name, with the values that each takes, the default first; one that is a number lists none."""
 
     missing_leaves: Literal["error", "warn", "ignore"]
     shape_mismatch: Literal["warn", "error", "ignore"]
@@ -95,7 +95,7 @@ class Changes(TypedDict, total=False):
     checksums: Literal["verify", "write", "off"]
     compression: Literal[None, "crc32c", "zstd"]
     links: Literal["inside", "follow"]
-    progress: Literal[None, "bar"] | Callback
+    progress: Literal[None, "bar"] | Callback  # in this order; see `_VALUES`
     coordination_timeout: float
 
 

@@ -185,6 +185,8 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
     if any(chunk.dtype != dtype for chunk in chunks):
         raise ValueError("pieces of different dtypes for one array")
+    if not total:
+        np.empty(shape, dtype)  # numpy rejects some shapes even without elements
     is_in_memory = type(data[0]) is bytes
     found = b"".join(data) if is_in_memory else FileRanges(tuple([one for piece in data for one in piece.ranges]))
     return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, found)

@@ -164,7 +164,7 @@ def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> l
         mine = [job for job in jobs if number is not None and job.step == number]
         mine = mine or [job for job in jobs if end.search(os.path.basename(job.source))]
         if not mine:
-            there = one_line(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
+            there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
             message = f"{source} has no step {text} (available steps: {there}; pass one of them, or none for all)"
             raise CheckpointNotFoundError(message, path=source.path)
         chosen += mine

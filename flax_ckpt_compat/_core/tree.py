@@ -190,9 +190,9 @@ def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
 def topmost(node: Node, paths: Set[Path]) -> list[Path]:
     """Return the key paths of the topmost nodes below the root with all their leaves in ``paths``."""
     leaves = [path for path, _ in iter_leaves(node) if path] if paths else []
-    held = {path[:end] for path in leaves if path not in paths for end in range(len(path))}
-    ways = ((path[:end] for end in range(1, len(path) + 1)) for path in leaves if path in paths)
-    return [*dict.fromkeys(next(top for top in way if top not in held) for way in ways)]
+    not_whole = {path[:end] for path in leaves if path not in paths for end in range(len(path))}
+    nodes_above = ((path[:end] for end in range(1, len(path) + 1)) for path in leaves if path in paths)
+    return [*dict.fromkeys(next(node for node in above if node not in not_whole) for above in nodes_above)]
 
 
 def node_at(node: Node, path: Path) -> Node:

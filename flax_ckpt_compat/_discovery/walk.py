@@ -51,7 +51,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
         is_manager = any(is_step_of_manager(folder / name) for name in names if name.isdecimal())
         for path in (folder / name for name in names if not steps.is_foreign(name)):
             if not path.isdir():
-                checkpoints += [path] * _is_checkpoint_file(path, is_prefix)
+                checkpoints += [path] if _is_checkpoint_file(path, is_prefix) else []
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
                 try:

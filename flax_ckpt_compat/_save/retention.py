@@ -84,12 +84,12 @@ def _counted_and_doomed(request: SaveRequest, listed: CheckpointDir, names: list
     others, with_items = saved_by_other_prefixes(listed), request.orbax_checkpointer is not None
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
     doomed = _to_remove(request, ordered)
-    newest = ordered.index(request.name) if request.name in ordered else 0
+    last_from = ordered.index(request.name) if request.name in ordered else 0
     if doomed:
-        newest = max(0, min(newest - 1, len(ordered) - len(doomed) - request.keep))
+        last_from = max(0, min(last_from - 1, len(ordered) - len(doomed) - request.keep))
     going = set(doomed)
     before = [before for before, name in itertools.pairwise(ordered) if name in going]
-    deciding = {*going, *before, *ordered[newest:]}
+    deciding = {*going, *before, *ordered[last_from:]}
     counted = saved_steps.counted_steps(listed, list(deciding), with_items=with_items)
     if doomed and counted.keys() != deciding:
         rest = [name for name in ordered if name not in deciding]

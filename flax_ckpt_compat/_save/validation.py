@@ -89,7 +89,7 @@ def _check_replaced(request: SaveRequest) -> None:
         hint = ", pass step= to save into this directory" if strict and request.step is None and path.isdir() else ""
         remedy = f"save under another name{hint}, or remove it yourself"
         raise _invalid(request, f"{request.refusal}: {reason}, and only checkpoints are replaced; {remedy}.")
-    if strict and not request.overwrite:
+    if strict and not request.overwrite and path.unlisted().exists():
         raise _invalid(request, f"{request.refusal}: it exists; pass overwrite=True to replace it.")
 
 
@@ -100,7 +100,8 @@ def _reason_against(request: SaveRequest, path: Location) -> str | None:
         try:
             reason = _why_not_replaced(request, path) if path.exists() else None
             if reason is None or path.identity() == before:
-                return reason
+                is_gone = reason is not None and path.is_remote and not path.unlisted().exists()
+                return None if is_gone else reason
         except OSError as error:  # such as IsADirectoryError, where a directory has taken the place of a file
             is_stale = path.is_remote and error.errno == errno.ESTALE  # in a store, this tells, and no identity
             if path.identity() == before and not is_stale:

@@ -65,6 +65,7 @@ COMMANDS: dict[tuple[str, ...], tuple[int, list[str]]] = {
         2,
         ["complete  ", "{runs}/lost+found could not be listed: Permission denied; check the permissions"],
     ),
+    ("show", "{runs}/lost+fuond/x"): (2, ["did you mean {runs}/lost+found?"]),
     ("ls", "{runs}/a"): (0, ["incomplete: permission to list it is denied"]),
     ("verify", "{runs}"): (1, ["3 checkpoints: 1 ok, 2 unreadable."]),
     ("clean", "{runs}"): (0, ["stays, because the system refused to list it"]),
@@ -79,8 +80,7 @@ def test_commands(words: tuple[str, ...], runs: Path) -> None:
     result = run(*(word.format(runs=runs) for word in words))
     assert result.exit_code == code, result.output
     for text in texts:
-        found = result.output.count(text.format(runs=runs))
-        assert found == (2 if words[0] == "clean" else 1), result.output
+        assert result.output.count(text.format(runs=runs)) == (2 if words[0] == "clean" else 1), result.output
     assert words[0] != "convert" or (runs.parent / "b" / "checkpoint_2").is_file()
 
 
