@@ -22,7 +22,7 @@ from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.text_formatting import MAX_SHOWN, one_line, printable
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._discovery import contents, foreign, saved_steps, steps
 from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, ChangedError, Contents, Layout, State
 from flax_ckpt_compat._discovery.orbax_directory import names_in
@@ -137,8 +137,7 @@ def _of_step(directory: Directory, step: Any) -> LocatedCheckpoint:
         return LocatedCheckpoint(alike[-1].location, named=True)  # the same number, spelt otherwise
     missing = f"Matching checkpoint not found: {path}"
     if available := [entry.text for entry in saved_steps.available_in(directory)]:
-        older = f"{len(available) - MAX_SHOWN} older ones, " if len(available) > MAX_SHOWN else ""
-        known = f"available steps: {older}{one_line(available[-MAX_SHOWN:])}; pass one of them"
+        known = f"available steps: {', '.join(available)}; pass one of them"
     elif root.isfile() or contents.is_certainly_orbax(root):
         known = f"{root} is itself a checkpoint; leave out the step"
     else:
@@ -292,9 +291,8 @@ def absent(path: Location) -> Absence:
         if alike and above.path != "/":
             is_typo = difflib.SequenceMatcher(None, name, alike[0]).ratio() >= _TYPO
             full = [one + rest for one in alike if os.path.exists(os.path.join(above.path, one + rest))]
-            return Absence(
-                missing, f"did you mean {a_few([(above / one).path for one in full or alike])}?", not is_typo
-            )
+            meant = a_few([(above / one).path for one in full or alike])
+            return Absence(missing, f"did you mean {meant}?", not is_typo)
         there = "" if above.path == "/" else f"; {printable(above.path, one_line=True)} has {a_few(names) or 'nothing'}"
         return Absence(missing, f"check the path{there}", is_start=True)
     return Absence(missing, is_start=True)
