@@ -165,7 +165,7 @@ def _judged(outcome: _Outcome, lacking: Sequence[Path]) -> tuple[tuple[ProposedR
     """Return the steps, and doubts about them; steps that keep values say what is unused instead."""
     if lacking:
         return outcome.steps, [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
-    layers, optimizers = map(_telling, _layers(outcome))
+    layers, optimizers = _layers(outcome)
     judges = [_names(layers), _exchanged(layers), _exchanged(optimizers)]
     judges += [_unused(outcome), _optimizers(outcome), _begun(outcome)]
     own = dict.fromkeys(step.doubt for step in outcome.steps if step.doubt)
@@ -232,7 +232,7 @@ def _named(path: Path, collections: Set[str]) -> Path:
 
 
 def _telling(layers: _Layers) -> _Layers:
-    """Return the layers without those inside of a row that keeps its one number: its first and last say as much."""
+    """Return the layers without those inside of a row that keeps its one number, whose ends say as much of names."""
     rows: dict[Any, list[_Pair]] = {}
     for pair, leaves in layers.items():
         old, new = map(features.numbers, pair)
@@ -245,7 +245,7 @@ def _telling(layers: _Layers) -> _Layers:
 def _names(layers: _Layers) -> Iterator[str]:
     """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
     known = {name for pair in layers for path in pair for name in path}
-    for (old, new), leaves in layers.items():
+    for (old, new), leaves in _telling(layers).items():
         ours, theirs = core(old, new)
         is_digit = any("".join(path).isdecimal() for path in (ours, theirs)) and _COUNTS.isdisjoint((*ours, *theirs))
         is_number = is_digit and any(name == "" and not shape for name, (shape, _) in leaves)
@@ -265,7 +265,7 @@ def _exchanged(layers: _Layers) -> Iterator[str]:
         if old != new and (new, old) in whole:
             yield f"{show_path(old)} and {show_path(new)} would change places, and may be transposed instead"
     groups: dict[Any, dict[_Pair, _Pair]] = {}
-    for (old, new), leaves in layers.items():
+    for (old, new), leaves in _telling(layers).items():
         contents, is_kept = frozenset(leaves), old == new
         start = len(old) - 1 if is_kept else features.same_start(old, new)
         is_linen = not is_kept or features.BY_FLAX.fullmatch(old[-1]) is not None

@@ -253,7 +253,7 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-@functools.lru_cache(100_000)
+@functools.lru_cache(40_000)
 def numbers(path: Path) -> tuple[str, ...]:
     """Return the numbers in a key path."""
     return tuple(re.findall(r"\d+", "/".join(path)))
@@ -264,7 +264,7 @@ def natural(things: Iterable[T], name_of: Callable[[T], str] = str) -> list[T]:
     return sorted(things, key=lambda thing: _in_numbers(name_of(thing)))
 
 
-@functools.lru_cache(100_000)
+@functools.lru_cache(40_000)
 def _in_numbers(name: str) -> tuple[list[tuple[float, str]], str]:
     parts = filter(None, re.split(r"(\d+)", name))
     return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
@@ -339,7 +339,7 @@ def may_be_one(old: Path, new: Path, known: Set[str], *, leaf: bool = False) -> 
         unnamed = next(path[-1] for path in (old, new) if not any(_read(name)[1] for name in path))
         is_part = one != other and not {one, other}.isdisjoint(_COMPOSITES.values())
         telling = COPIES if BY_FLAX.fullmatch(unnamed) and _read(unnamed)[0] else _TELLING
-        is_class = _read(unnamed)[0] and len(old + new) == 2 and _unnumbered(unnamed) == unnamed  # no row
+        is_class = _read(unnamed)[0] and len(old + new) == 2 and "#" not in _unnumbered(unnamed)  # of no row
         may_be = not is_part and (ours | theirs <= _HEADS if is_class else telling.isdisjoint(ours | theirs))
     any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
     return may_be and (not one or not other or one == other or any_norm) and not _other_number(old, new, known)

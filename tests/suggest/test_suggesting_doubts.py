@@ -111,15 +111,14 @@ BESIDE: list[tuple[Any, Any]] = [
 GUESSES: list[tuple[Any, Any, str]] = [
     *(({"params": {**BODY, **old}}, {"params": {**BODY, **new}}, "") for old, new in BESIDE),
     # Torch's weights are transposed, which a shape with equal sides does not tell.
-    *(
-        (square("weight", *shape), square("kernel", *shape), "transposed")
-        for shape in ((8, 8), (4, 4, 4), (3, 3, 3, 3), (5, 1, 5))
-    ),
+    *((square("weight", *shape), square("kernel", *shape), "transposed")
+      for shape in ((8, 8), (4, 4, 4), (3, 3, 3, 3), (5, 1, 5))),
+    # An exchange in one layer of a row, of which the others have one of the two names alone.
+    ({"params": {"l_0": {"attn": D}, "l_1": {"attn": D, "attention": OBLONG}, "l_2": {"attn": D}}},
+     {"params": {"l_0": {"attention": D}, "l_1": {"attention": D, "attn": OBLONG}, "l_2": {"attention": D}}}, "places"),
     # What looks like a copy of another module is not left to the target, wherever it is.
-    *(
-        (trained({"critic": CRITIC}), trained({"critic": CRITIC, name: CRITIC}), "")
-        for name in ("critic_target", "ema_critic", "critic_2")
-    ),
+    *((trained({"critic": CRITIC}), trained({"critic": CRITIC, name: CRITIC}), "")
+      for name in ("critic_target", "ema_critic", "critic_2")),
     # What lies below ``optimizer/target`` are parameters, and no state of an optimizer.
     ({"optimizer": {"target": TARGET, "state": {"step": 0}}},
      {"params": {**BODY, "dense": {"kernel": array(5, 7)}}}, "optimizer/target/fc/weight is not used"),
@@ -239,6 +238,7 @@ def test_what_matched_by_name_is_not_taken_away(before: str) -> None:
 def test_layers_named_by_numbers_alone_are_stacked() -> None:
     """A whole tree whose layers have numbers for names becomes a stack, and the other way round."""
     numbers = {str(number): D for number in range(3)}
+    assert sure({"params": rows("Dense")}, {"params": {"denses": ROW}}) == [r"rules.stack(r'Dense_(\d+)', 'denses')"]
     assert sure(numbers, {"layers": ROW}) == [r"rules.stack(r'(\d+)', 'layers')"]
     assert sure({"layers": ROW}, numbers) == ["rules.unstack('layers', '{}')"]
 
@@ -288,8 +288,7 @@ def test_layouts_that_are_certain(old: Any, new: Any, rule: str) -> None:
     """Axes of length 1, boxes and joined names change no value, in parameters and moments."""
     found = sure({"params": {**old, "body": dense(5, 9)}}, {"params": {**new, "body": dense(5, 9)}})
     assert found in ([rule], [rule.replace("nest()", "nest('/')")])
-    found = sure(trained({**old, "body": dense(5, 9)}), trained({**new, "body": dense(5, 9)}))
-    assert len(found) == 1
+    assert len(sure(trained({**old, "body": dense(5, 9)}), trained({**new, "body": dense(5, 9)}))) == 1
 
 
 @pytest.mark.parametrize(
